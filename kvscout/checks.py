@@ -1,0 +1,74 @@
+"""Argument checks whose messages name the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# Alignment, in bytes, that vector loads of the kernels ask of FP8 rows.
+ROW_ALIGNMENT = 16
+
+
+def tensor(
+    name: str,
+    value: object,
+    shape: Sequence[int | str],
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    device: torch.device | None = None,
+) -> None:
+    """Check type, dtype, shape and device of one argument.
+
+    Args:
+        name: the argument's name, as the user wrote it.
+        value: what the user passed.
+        shape: one entry per dimension: an int that must match, or a letter for a free size.
+        dtypes: the dtype, or the dtypes, that are accepted.
+        device: where it must live; None accepts any.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another shape or device.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    if value.dtype not in accepted:
+        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, accepted))}, got {value.dtype}")
+    if value.dim() != len(shape) or any(isinstance(w, int) and w != g for w, g in zip(shape, value.shape, strict=True)):
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(value.shape)}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: expected on {device}, like the other tensors, got {value.device}")
+
+
+def last_dim_contiguous(name: str, value: torch.Tensor) -> None:
+    """Check that neighbours in the last dimension are neighbours in memory."""
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tuple(value.stride())}")
+
+
+def rows_aligned(name: str, value: torch.Tensor) -> None:
+    """Check a contiguous last dimension, and rows that all start on a 16-byte boundary."""
+    last_dim_contiguous(name, value)
+    size = value.element_size()
+    strides = [s for n, s in zip(value.shape[:-1], value.stride()[:-1], strict=True) if n > 1]
+    if value.data_ptr() % ROW_ALIGNMENT or any(stride * size % ROW_ALIGNMENT for stride in strides):
+        raise ValueError(
+            f"{name}: expected rows that start on {ROW_ALIGNMENT}-byte boundaries, got strides {tuple(value.stride())} "
+            f"of {size}-byte elements at an address that is {value.data_ptr() % ROW_ALIGNMENT} past one"
+        )
+
+
+def one_of(name: str, value: object, accepted: Sequence[object]) -> None:
+    """Check that a size or a word is among the accepted ones."""
+    if value not in accepted:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, accepted))}, got {value}")
+
+
+def integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Check an int (not a bool) in ``[low, high]``."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name}: expected {wanted}, got {value}")

@@ -1,0 +1,1 @@
+"""Device code shared by two or more variants."""

@@ -1,0 +1,1 @@
+"""The operations, one folder each: ``api.py`` is the way in."""

@@ -1,0 +1,1 @@
+"""Lightning-indexer scores of every query against every cached key."""

@@ -1,0 +1,1 @@
+"""Variants of ``mqa_logits``, one kernel design a file."""

@@ -1,0 +1,128 @@
+"""What a case is, and how an output is laid out so that a stray write shows."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..roofline import Cost
+from ..variants import Family
+from .compare import Comparison, equal
+
+SUITE, VERIFY, FULL, BENCH = "suite", "verify", "full", "bench"
+LEVELS = (SUITE, VERIFY, FULL, BENCH)
+"""Who runs a case: the test suite and everyone; ``verify``; ``verify --full``; ``bench`` (and ``verify --full``)."""
+
+GUARD = 64
+"""Elements on each side of a poisoned output that must keep their value."""
+
+
+@dataclass
+class Prepared:
+    """A case made real on a device.
+
+    Attributes:
+        problem: what variants decide on.
+        args: what ``Variant.launch`` takes; its outputs are poisoned.
+        outputs: the tensors that a launch writes, by name.
+        check: ``check(variant_name)`` compares ``outputs`` with the reference.
+        guards: elements around the outputs.
+        cost: what the call must do at least.
+        restore: puts inputs that a launch changes (caches, counters) back before another launch.
+    """
+
+    problem: Any
+    args: Any
+    outputs: dict[str, torch.Tensor]
+    check: Callable[[str], Sequence[Comparison]]
+    guards: list[Guarded] = field(default_factory=list)
+    cost: Cost | None = None
+    restore: Callable[[], None] | None = None
+
+    def poison(self) -> None:
+        """Fill every output and guard with values that a launch must overwrite, or must not touch."""
+        for guarded in self.guards:
+            guarded.poison()
+        if self.restore is not None:
+            self.restore()
+
+
+class Case(Protocol):
+    """One set of shapes and inputs of an op; ``str`` of it is its name."""
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """A short name that is unique within the op."""
+        ...
+
+    @property
+    def level(self) -> str:
+        """One of :data:`LEVELS`."""
+        ...
+
+    def prepare(self, device: torch.device, seed: int = 0) -> Prepared:
+        """Make inputs and poisoned outputs; the same seed gives the same inputs."""
+        ...
+
+
+class Guarded:
+    """An output inside a larger buffer, with guard elements before, after and in the gaps between its rows."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, row_gap: int = 0) -> None:
+        *outer, columns = shape
+        rows = 1
+        for size in outer:
+            rows *= size
+        self.buffer = torch.empty(GUARD + rows * (columns + row_gap) + GUARD, dtype=dtype, device=device)
+        body = self.buffer[GUARD : self.buffer.numel() - GUARD].view(rows, columns + row_gap)
+        self._body = body[:, :columns]
+        self.view = self._body.unflatten(0, outer) if len(outer) > 1 else self._body if outer else self._body[0]
+        self.poison()
+
+    def poison(self) -> None:
+        """NaN (the lowest value for integers) everywhere."""
+        floating = self.buffer.dtype.is_floating_point
+        self.buffer.fill_(float("nan") if floating else torch.iinfo(self.buffer.dtype).min)
+
+    def check(self, name: str) -> Comparison:
+        """Whether everything around the output still holds its poison."""
+        expected = Guarded.__new__(Guarded)
+        expected.buffer = torch.empty_like(self.buffer)
+        expected.poison()
+        expected.buffer[GUARD : self.buffer.numel() - GUARD].view(self._body.shape[0], -1)[
+            :, : self._body.shape[1]
+        ] = self._body
+        return equal(f"guards of {name}", self.buffer, expected.buffer)
+
+
+def family(op: str) -> Family:
+    """The family of an op, by its name."""
+    found: Family = importlib.import_module(f"kvscout.ops.{op}.api").FAMILY
+    return found
+
+
+def ops() -> list[str]:
+    """Every op that has cases, in the order of the way of the data."""
+    folder = importlib.import_module("kvscout.testing.cases")
+    return sorted((module.name for module in pkgutil.iter_modules(folder.__path__)), key=_place)
+
+
+def _place(op: str) -> tuple[int, str]:
+    order = ("mqa_logits", "topk", "kv_cache", "pa_plan", "pa_decode")
+    return (order.index(op) if op in order else len(order), op)
+
+
+def cases(op: str, levels: Sequence[str] = LEVELS) -> list[Case]:
+    """The cases of an op at any of the given levels."""
+    module = importlib.import_module(f"kvscout.testing.cases.{op}")
+    return [case for case in module.CASES if case.level in levels]

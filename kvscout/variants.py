@@ -1,0 +1,176 @@
+"""How an op finds its implementations and picks one.
+
+A *family* is an op's ``variants`` folder. Every file in it whose name starts with a backend (``torch_``, ``triton_``,
+``cute_``) is a variant and ends in ``VARIANT = Variant(...)``. Adding a variant is adding a file: nothing registers it.
+Files are imported when first needed, so that ``import kvscout`` loads neither Triton nor CuTe DSL.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from . import env
+from .errors import UnsupportedProblem
+
+BACKENDS = ("torch", "triton", "cute")
+AUTO = "auto"
+
+
+class Problem(Protocol):
+    """What a variant decides on: a frozen, hashable description of a call, without its data."""
+
+    @property
+    def arch(self) -> str:
+        """Architecture name from :func:`kvscout.device.arch_of`."""
+        ...
+
+
+def accepts_everything(problem: Any) -> str | None:
+    """The ``refuses`` of a variant without limits."""
+    return None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of an op.
+
+    Attributes:
+        launch: ``launch(problem, config, args)`` does the work and writes into the outputs held by ``args``.
+        default_config: the frozen config that ``launch`` uses for a problem when no tuned one is known.
+        rank: how much this variant suits a problem; the accepting variant with the highest rank is "auto"'s choice.
+            0 means never by itself. By convention torch stays below 50, Triton in 50..99, CuTe in 100..199.
+        refuses: a sentence for the user why the problem is not served, or None where it is.
+        space: the configs that ``verify --full`` checks and that a tuner would try.
+        name: the file's stem, filled in by the family.
+    """
+
+    launch: Callable[[Any, Any, Any], None]
+    default_config: Callable[[Any], Any]
+    rank: Callable[[Any], int]
+    refuses: Callable[[Any], str | None] = accepts_everything
+    space: Callable[[Any], Iterable[Any]] | None = None
+    name: str = ""
+    summary: str = ""
+
+    def configs(self, problem: Any) -> list[Any]:
+        """Every config worth trying for ``problem``, the default one first, each once."""
+        default = self.default_config(problem)
+        others = [] if self.space is None else [config for config in self.space(problem) if config != default]
+        return [default, *others]
+
+
+class Choice(NamedTuple):
+    """A variant and the config it will run with."""
+
+    variant: Variant
+    config: Any
+
+    def launch(self, problem: Any, args: Any) -> None:
+        """Run the variant on ``args``."""
+        self.variant.launch(problem, self.config, args)
+
+
+def _backend_refusal(backend: str, arch: str) -> str | None:
+    """Why a whole backend cannot run on ``arch``, judged without importing it."""
+    if backend == "triton" and arch == "cpu" and not env.triton_interpret():
+        return "Triton kernels need a GPU (or TRITON_INTERPRET=1, for tests); these tensors are on the CPU"
+    if backend == "cute" and arch != "sm_90":
+        return f"CuTe DSL kernels are written for sm_90 (H100, H200); this is {arch}"
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """All variants of one op: the files of ``<package>.variants``."""
+
+    op: str
+    package: str
+    _loaded: dict[str, Variant | str] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @functools.cached_property
+    def names(self) -> Sequence[str]:
+        """Names of all variants, torch first, then Triton, then CuTe; importing none of them."""
+        folder = importlib.import_module(f"{self.package}.variants")
+        found = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+        return tuple(name for backend in BACKENDS for name in found if name.startswith(backend + "_"))
+
+    def load(self, name: str) -> Variant | str:
+        """The variant called ``name``, or the sentence why it cannot be imported here (a missing dependency)."""
+        if name not in self._loaded:
+            self._loaded[name] = self._import(name)
+        return self._loaded[name]
+
+    def _import(self, name: str) -> Variant | str:
+        if name not in self.names:
+            raise ValueError(f"variant: {self.op} has no variant {name!r}; it has {', '.join(self.names)}, and 'auto'")
+        try:
+            module = importlib.import_module(f"{self.package}.variants.{name}")
+        except ModuleNotFoundError as missing:
+            # A missing file of our own is a defect and must be seen; a missing optional dependency is a reason.
+            if missing.name is None or missing.name.partition(".")[0] == __package__.partition(".")[0]:
+                raise
+            return f"needs the Python package {missing.name!r}, which is not installed"
+        summary = (module.__doc__ or "").strip().partition("\n")[0]
+        return replace(module.VARIANT, name=name, summary=summary)
+
+    def unavailable(self, name: str, arch: str) -> str | None:
+        """Why ``name`` cannot run on ``arch`` whatever the problem, or None where it can."""
+        refusal = _backend_refusal(name.partition("_")[0], arch)
+        if refusal is None:
+            loaded = self.load(name)
+            refusal = loaded if isinstance(loaded, str) else None
+        return refusal
+
+    def refusal(self, name: str, problem: Problem) -> str | None:
+        """Why ``name`` does not serve ``problem``, or None where it does."""
+        refusal = self.unavailable(name, problem.arch)
+        if refusal is None:
+            variant = self.load(name)
+            assert isinstance(variant, Variant)
+            refusal = variant.refuses(problem)
+        return refusal
+
+    def serving(self, problem: Problem) -> Iterator[Variant]:
+        """Every variant that serves ``problem``."""
+        for name in self.names:
+            if self.refusal(name, problem) is None:
+                variant = self.load(name)
+                assert isinstance(variant, Variant)
+                yield variant
+
+    def choose(self, problem: Problem, variant: str = AUTO) -> Choice:
+        """The variant and config for ``problem``; memoised.
+
+        An explicit ``variant`` wins over the environment, which wins over the ranks. What was asked for by name
+        either runs or raises: it never falls back to another variant.
+
+        Raises:
+            UnsupportedProblem: the named variant, or every variant, refuses the problem.
+            ValueError: there is no variant of that name.
+        """
+        requested = env.variant_override(self.op) if variant == AUTO else variant
+        return self._choose(problem, requested)
+
+    @functools.cached_property
+    def _choose(self) -> Callable[[Problem, str], Choice]:
+        @functools.lru_cache(maxsize=8192)
+        def choose(problem: Problem, requested: str) -> Choice:
+            if requested != AUTO:
+                self.load(requested)
+            names = self.names if requested == AUTO else (requested,)
+            refusals = {name: self.refusal(name, problem) for name in names}
+            willing = [v for name in names if refusals[name] is None and isinstance(v := self.load(name), Variant)]
+            if requested == AUTO:
+                willing = [v for v in willing if v.rank(problem) > 0]
+            if not willing:
+                sentences = {name: sentence or "runs only when asked for by name" for name, sentence in refusals.items()}
+                raise UnsupportedProblem(self.op, problem, requested, sentences)
+            best = max(willing, key=lambda v: v.rank(problem))
+            return Choice(best, best.default_config(problem))
+
+        return choose
