@@ -1,11 +1,22 @@
 """kvscout: score, select, attend. Attention kernels for long-context LLM inference with sparse attention."""
 
 from .errors import UnsupportedProblem
+from .ops.kv_cache.api import write_kv_cache
 from .ops.mqa_logits.api import fp8_mqa_logits
+from .ops.pa_decode.api import pa_decode
+from .ops.pa_plan.api import get_recommended_splits, plan_pa_decode
+from .ops.pa_plan.plan import PADecodePlan
+from .ops.topk.api import topk_indices
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PADecodePlan",
     "UnsupportedProblem",
     "fp8_mqa_logits",
+    "get_recommended_splits",
+    "pa_decode",
+    "plan_pa_decode",
+    "topk_indices",
+    "write_kv_cache",
 ]

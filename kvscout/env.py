@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -19,9 +20,11 @@ SETTINGS = (
     Setting(
         "KVSCOUT_<OP>_VARIANT",
         "auto",
-        "variant used by calls that leave variant='auto', per op: KVSCOUT_MQA_LOGITS_VARIANT, KVSCOUT_PA_DECODE_VARIANT, ...",
+        "variant of the calls of one op that leave variant='auto': KVSCOUT_MQA_LOGITS_VARIANT, ...",
     ),
-    Setting("TRITON_INTERPRET", "0", "Triton's own switch: 1 runs the Triton variants on CPU tensors, for tests (slow)"),
+    Setting(
+        "TRITON_INTERPRET", "0", "Triton's own switch: 1 lets its variants run on CPU tensors, interpreted: for tests"
+    ),
 )
 
 
@@ -33,3 +36,10 @@ def variant_override(op: str) -> str:
 def triton_interpret() -> bool:
     """Whether Triton was asked to interpret its kernels, which is what lets them take CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def current(ops: Iterable[str]) -> dict[str, str | None]:
+    """Value of every variable, None where it is unset; ``<OP>`` is spelt out for each of ``ops``."""
+    words = [op.upper() for op in ops]
+    names = [n for setting in SETTINGS for n in dict.fromkeys(setting.name.replace("<OP>", word) for word in words)]
+    return {name: os.environ.get(name) for name in names}

@@ -23,10 +23,21 @@ def quantize(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype = 
     NaN stays NaN.
     """
     limit = max_value(dtype)
-    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+    return _divide(x.float(), scale).clamp(-limit, limit).to(dtype)
 
 
 def amax_scale(x: torch.Tensor, dim: int | tuple[int, ...], dtype: torch.dtype = FN) -> torch.Tensor:
-    """Scale that maps the largest magnitude along ``dim`` to the format's largest value; 1 where all are zero."""
-    amax = x.float().abs().amax(dim)
-    return torch.where(amax > 0, amax / max_value(dtype), torch.ones_like(amax))
+    """Scale that maps the largest finite magnitude along ``dim`` to the format's largest value.
+
+    1 where nothing but zeros, infinities and NaN is left, or where the scale would be too small for float32.
+    """
+    amax = torch.where(x.isfinite(), x, 0).float().abs().amax(dim)
+    scale = _divide(amax, max_value(dtype))
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _divide(x: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
+    """The quotient rounded once; on a GPU torch would multiply by the reciprocal of a number that is not a tensor."""
+    if not isinstance(divisor, torch.Tensor):
+        divisor = torch.full((), divisor, dtype=torch.float32, device=x.device)
+    return x / divisor

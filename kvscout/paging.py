@@ -63,9 +63,7 @@ class Pages(NamedTuple):
         return self.keys.dtype
 
 
-def pages(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, kv_layout: str = AUTO
-) -> Pages:
+def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, kv_layout: str = AUTO) -> Pages:
     """Recognise the layout of a pair of caches and view them token by token.
 
     Args:
@@ -123,8 +121,8 @@ def _recognise(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads:
     nhd, hnd = key_cache.shape[2] == num_kv_heads, key_cache.shape[1] == num_kv_heads
     if nhd and hnd:
         raise ValueError(
-            f"kv_layout: cannot tell nhd from hnd in a cache of shape {list(key_cache.shape)} with {num_kv_heads} heads; "
-            "pass kv_layout='nhd' or 'hnd'"
+            f"kv_layout: cannot tell nhd from hnd in a cache of shape {list(key_cache.shape)} "
+            f"with {num_kv_heads} heads; pass kv_layout='nhd' or 'hnd'"
         )
     if not nhd and not hnd:
         raise ValueError(f"key_cache: no dimension of {list(key_cache.shape)} holds the {num_kv_heads} KV heads")
@@ -132,7 +130,13 @@ def _recognise(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads:
 
 
 def new_caches(
-    layout: str, num_blocks: int, num_kv_heads: int, page: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    layout: str,
+    num_blocks: int,
+    num_kv_heads: int,
+    page: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A zeroed key cache and value cache of a layout."""
     checks.one_of("layout", layout, LAYOUTS)

@@ -16,6 +16,23 @@ SCHEMAS = {
         "(Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, "
         "Tensor? q_scale, Tensor(a!) out, bool clean_logits, str variant) -> ()"
     ),
+    "pa_plan": (
+        "(Tensor context_lengths, Tensor(a!) work_info, Tensor(b!) reduce_info, SymInt max_partitions, "
+        "SymInt sliding_window, SymInt query_length, str variant) -> ()"
+    ),
+    "topk": ("(Tensor logits, Tensor? starts, Tensor? ends, Tensor(a!) out, SymInt k, bool sorted, str variant) -> ()"),
+    "kv_cache": (
+        "(Tensor k, Tensor v, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor(c!)? k_scale, "
+        "Tensor(d!)? v_scale, float? k_factor, float? v_factor, str kv_layout, str variant) -> ()"
+    ),
+    # The counters are as they were when the op is done, so nothing is said of their being written.
+    "pa_decode": (
+        "(Tensor(a!) output, Tensor query, Tensor key_cache, Tensor value_cache, Tensor context_lengths, "
+        "Tensor block_tables, float softmax_scale, SymInt query_length, Tensor work_info, Tensor reduce_info, "
+        "Tensor arrival_counters, SymInt[] plan_numbers, Tensor? key_scale, Tensor? value_scale, float? key_factor, "
+        "float? value_factor, Tensor? sinks, SymInt sliding_window, bool causal, Tensor(b!)? lse, str kv_layout, "
+        "str variant) -> ()"
+    ),
 }
 
 

@@ -7,12 +7,16 @@ Files are imported when first needed, so that ``import kvscout`` loads neither T
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from . import env
 from .errors import UnsupportedProblem
@@ -28,6 +32,8 @@ class Problem(Protocol):
     def arch(self) -> str:
         """Architecture name from :func:`kvscout.device.arch_of`."""
         ...
+
+    def __hash__(self) -> int: ...
 
 
 def accepts_everything(problem: Any) -> str | None:
@@ -71,8 +77,13 @@ class Choice(NamedTuple):
     config: Any
 
     def launch(self, problem: Any, args: Any) -> None:
-        """Run the variant on ``args``."""
-        self.variant.launch(problem, self.config, args)
+        """Run the variant on ``args``, whose first field is a tensor, on that tensor's device."""
+        device = args[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.variant.launch(problem, self.config, args)
+        else:
+            self.variant.launch(problem, self.config, args)
 
 
 def _backend_refusal(backend: str, arch: str) -> str | None:
@@ -82,6 +93,20 @@ def _backend_refusal(backend: str, arch: str) -> str | None:
     if backend == "cute" and arch != "sm_90":
         return f"CuTe DSL kernels are written for sm_90 (H100, H200); this is {arch}"
     return None
+
+
+_OBSERVERS: list[Counter[tuple[str, str]]] = []
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[Counter[tuple[str, str]]]:
+    """Count, by op and variant, what every family chooses while the block runs."""
+    chosen: Counter[tuple[str, str]] = Counter()
+    _OBSERVERS.append(chosen)
+    try:
+        yield chosen
+    finally:
+        _OBSERVERS[:] = [other for other in _OBSERVERS if other is not chosen]
 
 
 @dataclass(frozen=True)
@@ -116,7 +141,8 @@ class Family:
                 raise
             return f"needs the Python package {missing.name!r}, which is not installed"
         summary = (module.__doc__ or "").strip().partition("\n")[0]
-        return replace(module.VARIANT, name=name, summary=summary)
+        variant: Variant = module.VARIANT
+        return replace(variant, name=name, summary=summary)
 
     def unavailable(self, name: str, arch: str) -> str | None:
         """Why ``name`` cannot run on ``arch`` whatever the problem, or None where it can."""
@@ -154,7 +180,14 @@ class Family:
             ValueError: there is no variant of that name.
         """
         requested = env.variant_override(self.op) if variant == AUTO else variant
-        return self._choose(problem, requested)
+        choice = self._choose(problem, requested)
+        for chosen in _OBSERVERS:
+            chosen[self.op, choice.variant.name] += 1
+        return choice
+
+    def _automatic(self, arch: str) -> Sequence[str]:
+        """What "auto" looks at. On the CPU that is plain torch: interpreted Triton is for tests, and slow."""
+        return [name for name in self.names if arch != "cpu" or name.startswith("torch_")]
 
     @functools.cached_property
     def _choose(self) -> Callable[[Problem, str], Choice]:
@@ -162,14 +195,15 @@ class Family:
         def choose(problem: Problem, requested: str) -> Choice:
             if requested != AUTO:
                 self.load(requested)
-            names = self.names if requested == AUTO else (requested,)
+            names = self._automatic(problem.arch) if requested == AUTO else (requested,)
             refusals = {name: self.refusal(name, problem) for name in names}
             willing = [v for name in names if refusals[name] is None and isinstance(v := self.load(name), Variant)]
             if requested == AUTO:
                 willing = [v for v in willing if v.rank(problem) > 0]
             if not willing:
-                sentences = {name: sentence or "runs only when asked for by name" for name, sentence in refusals.items()}
-                raise UnsupportedProblem(self.op, problem, requested, sentences)
+                asked = self.names if requested == AUTO else (requested,)
+                reasons = {name: self.refusal(name, problem) or "runs only when asked for by name" for name in asked}
+                raise UnsupportedProblem(self.op, problem, requested, reasons)
             best = max(willing, key=lambda v: v.rank(problem))
             return Choice(best, best.default_config(problem))
 

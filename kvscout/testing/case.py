@@ -84,24 +84,23 @@ class Guarded:
         for size in outer:
             rows *= size
         self.buffer = torch.empty(GUARD + rows * (columns + row_gap) + GUARD, dtype=dtype, device=device)
-        body = self.buffer[GUARD : self.buffer.numel() - GUARD].view(rows, columns + row_gap)
-        self._body = body[:, :columns]
+        self._rows = rows, columns + row_gap
+        self._body = self.buffer[GUARD : self.buffer.numel() - GUARD].view(self._rows)[:, :columns]
         self.view = self._body.unflatten(0, outer) if len(outer) > 1 else self._body if outer else self._body[0]
         self.poison()
 
     def poison(self) -> None:
-        """NaN (the lowest value for integers) everywhere."""
-        floating = self.buffer.dtype.is_floating_point
-        self.buffer.fill_(float("nan") if floating else torch.iinfo(self.buffer.dtype).min)
+        """NaN everywhere; for integers the lowest value, or the highest where the lowest is 0."""
+        dtype = self.buffer.dtype
+        self.buffer.fill_(float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min or torch.iinfo(dtype).max)
 
     def check(self, name: str) -> Comparison:
         """Whether everything around the output still holds its poison."""
         expected = Guarded.__new__(Guarded)
         expected.buffer = torch.empty_like(self.buffer)
         expected.poison()
-        expected.buffer[GUARD : self.buffer.numel() - GUARD].view(self._body.shape[0], -1)[
-            :, : self._body.shape[1]
-        ] = self._body
+        inside = expected.buffer[GUARD : self.buffer.numel() - GUARD].view(self._rows)
+        inside[:, : self._body.shape[1]] = self._body
         return equal(f"guards of {name}", self.buffer, expected.buffer)
 
 

@@ -87,15 +87,14 @@ def close(name: str, got: torch.Tensor, reference: torch.Tensor, budget: Budget)
 def equal(name: str, got: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """Compare bit for bit (NaN equals NaN of the same bits)."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        return Comparison(
-            name, f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}"
-        )
+        return Comparison(name, f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}")
     wrong = bits(got) != bits(expected)
     if not wrong.any():
         return Comparison(name, "")
     where = tuple(wrong.nonzero()[0].tolist())
     return Comparison(
-        name, f"{int(wrong.sum())} of {wrong.numel()} differ, first at {where}: {got[where]}, expected {expected[where]}"
+        name,
+        f"{int(wrong.sum())} of {wrong.numel()} differ, first at {where}: got {got[where]}, expected {expected[where]}",
     )
 
 

@@ -14,6 +14,7 @@ from ...ops.mqa_logits.cost import cost
 from ...ops.mqa_logits.variants.torch_reference import reference, window
 from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
 from ..compare import Budget, Comparison, close
+from ..windows import windows
 
 # What e4m3 products summed in a matrix unit's narrow accumulator may be off by, relative to the largest logit:
 # 1.3e-4 to 3.2e-4 was measured on an H200 (wgmma keeps about 14 bits); the field's gate is 1e-3.
@@ -21,7 +22,7 @@ MATRIX_UNIT_ERROR = 1e-3
 FLOAT32_ERROR = 2e-6
 
 # Rows of a large case that are compared with float64; its -inf and NaN positions are compared in every row.
-SAMPLED_DOTS = 1 << 26
+SAMPLED_DOTS = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,7 @@ class MqaLogitsCase:
     """One problem and the kind of its windows and values.
 
     Attributes:
-        windows: "causal" (ends at i + N - S + 1), "full", "cp" (context-parallel halves: rows of two distant chunks),
-            "misaligned" (both ends off every tile), "empty" (every third row sees nothing, inverted), "past_end"
-            (negative starts and ends past N), "packed" (``sequences`` independent causal sequences).
+        windows: a kind of :func:`kvscout.testing.windows.windows`; "packed" has ``sequences`` of them.
         values: "normal", "negative" (no dot product is positive), "ties" (few distinct values), "magnitudes".
     """
 
@@ -72,7 +71,7 @@ class MqaLogitsCase:
         width = self.heads + 3 * self.strided
         weights = torch.randn(self.rows, width, generator=generator, device=device)[:, : self.heads]
         q_scale = torch.rand(self.rows, width, generator=generator, device=device)[:, : self.heads]
-        ks, ke = (bound.to(device) for bound in self._windows())
+        ks, ke = (bound.to(device) for bound in windows(self.windows, self.rows, self.keys, self.sequences))
         out = Guarded((self.rows, self.keys), torch.float32, device, row_gap=5 if self.strided else 0)
         args = api.Args(q, k, k_scale, weights, ks, ke, q_scale if self.q_scale else None, out.view)
         problem = api.check(args, self.clean)
@@ -93,30 +92,6 @@ class MqaLogitsCase:
         if self.values == "magnitudes":
             return values * torch.randn(shape[:-1], generator=generator, device=generator.device).exp()[..., None]
         return values
-
-    def _windows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 starts and ends."""
-        row, rows, keys = torch.arange(self.rows), self.rows, self.keys
-        zero = torch.zeros_like(row)
-        if self.windows == "full":
-            pair = zero, zero + keys
-        elif self.windows == "cp":
-            half = rows // 2
-            position = torch.where(row < half, row + keys // 4, keys - rows + row)
-            pair = zero, position + 1
-        elif self.windows == "misaligned":
-            pair = (row * 7) % (keys // 2 + 1), keys - (row * 13) % (keys // 3 + 1)
-        elif self.windows == "empty":
-            pair = torch.where(row % 3 == 0, keys, row % 5), torch.where(row % 3 == 0, 0, keys - row % 7)
-        elif self.windows == "past_end":
-            pair = zero - 5 - row, zero + keys + 1000 + row
-        elif self.windows == "packed":
-            per_rows, per_keys = -(-rows // self.sequences), -(-keys // self.sequences)
-            start = row // per_rows * per_keys
-            pair = start, start + per_keys - per_rows + row % per_rows + 1
-        else:
-            pair = zero, row + keys - rows + 1
-        return pair[0].int(), pair[1].int()
 
     def _compare(self, args: api.Args, variant: str) -> Comparison:
         inside = window(args.ks, args.ke, self.keys)
@@ -140,8 +115,8 @@ def _suite() -> Iterator[MqaLogitsCase]:
     for heads, dim in ((8, 64), (16, 32), (32, 128), (64, 128), (128, 64), (64, 256), (8, 512)):
         yield MqaLogitsCase(17, 76, heads, dim, level=SUITE)
     for clean in (True, False):
-        for windows in ("full", "cp", "misaligned", "empty", "past_end"):
-            yield MqaLogitsCase(19, 131, 16, 64, clean, windows, level=SUITE)
+        for kind in ("full", "cp", "misaligned", "empty", "past_end"):
+            yield MqaLogitsCase(19, 131, 16, 64, clean, kind, level=SUITE)
     for values in ("negative", "ties", "magnitudes"):
         yield MqaLogitsCase(5, 70, 32, 64, True, "misaligned", values, level=SUITE)
     yield MqaLogitsCase(1, 1, 8, 32, level=SUITE)
@@ -177,8 +152,8 @@ def _full() -> Iterator[MqaLogitsCase]:
         for heads in api.NUM_HEADS:
             for dim in api.HEAD_DIMS:
                 for clean in (True, False):
-                    for windows in WINDOWS:
-                        yield MqaLogitsCase(rows, keys, heads, dim, clean, windows, level=FULL)
+                    for kind in WINDOWS:
+                        yield MqaLogitsCase(rows, keys, heads, dim, clean, kind, level=FULL)
     yield MqaLogitsCase(17000, 131072, 8, 64, False, "causal", level=FULL)
 
 
@@ -195,8 +170,8 @@ def _bench() -> Iterator[MqaLogitsCase]:
             yield MqaLogitsCase(rows, keys, heads, 128, False, level=BENCH)
         for batch, rows, keys in MODEL_SHAPES:
             for clean in (False, True):
-                windows = "packed" if batch > 1 else "causal"
-                shape = (batch * rows, batch * keys, heads, 128, clean, windows)
+                kind = "packed" if batch > 1 else "causal"
+                shape = (batch * rows, batch * keys, heads, 128, clean, kind)
                 yield MqaLogitsCase(*shape, sequences=batch, level=BENCH)
 
 

@@ -1,0 +1,172 @@
+"""Write the generated parts of README.md and docs/: what there is, read from the package, and what the demo printed.
+
+``python docs/generate.py`` writes them, ``--check`` only says which are out of date, ``--demo`` first runs the demo and
+keeps its output. A generated part stands between two marks and is never edited by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import kvscout
+from kvscout import env
+from kvscout.cli.info import collect
+from kvscout.cli.main import commands
+
+PAGES = ("README.md", "docs/support-matrix.md")
+RESULTS = ROOT / "benchmarks" / "results"
+DEMO_OUTPUT = ROOT / "docs" / "demo-output.txt"
+
+RUNS_ON = {
+    "torch": "any device",
+    "triton": "NVIDIA sm_80+ (FP8: sm_89+); AMD gfx942, gfx950, gfx1250",
+    "cute": "NVIDIA sm_90",
+}
+"""What the kernels of a backend are written for."""
+
+MARKED = re.compile(r"(<!-- begin generated: (?P<name>[\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def support_matrix() -> str:
+    """Every variant of every op, where it runs, and what was measured."""
+    figures = measured(RESULTS)
+    rows = []
+    for op, variants in collect()["ops"].items():
+        for variant in variants:
+            name, summary = variant["name"], markdown(variant["summary"]).rstrip(".")
+            found = "; ".join(figures.get((op, name), [])) or "-"
+            rows.append([f"`{op}`", f"`{name}`", RUNS_ON[name.partition("_")[0]], summary, found])
+    return table(("op", "variant", "written for", "what it does", "measured"), rows)
+
+
+def measured(results: Path) -> dict[tuple[str, str], list[str]]:
+    """For each op and variant a sentence per GPU, of the newest result files that ``verify`` and ``bench`` wrote."""
+    verified: dict[tuple[str, str, str], list[str]] = {}
+    timed: dict[tuple[str, str, str], list[str]] = {}
+    for content in sorted((json.loads(path.read_text()) for path in results.glob("*/*.json")), key=_time_of):
+        for (op, variant), statuses in _statuses(content, "outcomes").items():
+            passed, failed = statuses.count("passed"), statuses.count("failed")
+            text = f"{passed} cases right" if failed == 0 else f"{failed} of {passed + failed} cases WRONG"
+            if passed + failed:
+                verified[op, variant, content["machine"]["device"]] = [f"{text} ({_time_of(content)[:10]})"]
+        for (op, variant), statuses in _statuses(content, "measurements").items():
+            if passed := statuses.count("passed"):
+                timed[op, variant, content["machine"]["device"]] = [f"{passed} timed"]
+    sentences: dict[tuple[str, str], list[str]] = {}
+    for key in sorted({*verified, *timed}):
+        op, variant, device = key
+        sentences.setdefault((op, variant), []).append(
+            f"{device}: {', '.join([*verified.get(key, []), *timed.get(key, [])])}"
+        )
+    return sentences
+
+
+def _time_of(content: dict[str, Any]) -> str:
+    return str(content["time"])
+
+
+def _statuses(content: dict[str, Any], key: str) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for record in content.get(key, []):
+        found.setdefault((record["op"], record["variant"]), []).append(record["status"])
+    return found
+
+
+def public_names() -> str:
+    """What ``import kvscout`` offers, each with its op and the first line of its docstring."""
+    ops = list(collect()["ops"])
+    rows = []
+    for name in kvscout.__all__:
+        documented = getattr(kvscout, name)
+        op = next((op for op in ops if documented.__module__.startswith(f"kvscout.ops.{op}.")), "")
+        rows.append((ops.index(op) if op else len(ops), name, first_line(documented), f"`{op}`" if op else ""))
+    return table(("name", "what it does", "op"), [[f"`{name}`", line, op] for _, name, line, op in sorted(rows)])
+
+
+def first_line(documented: object) -> str:
+    """First line of a docstring, as Markdown."""
+    return markdown((inspect.getdoc(documented) or "").partition("\n")[0])
+
+
+def markdown(text: str) -> str:
+    """A docstring's line without the marks that only reStructuredText has."""
+    return re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", text).replace("``", "`")
+
+
+def command_table() -> str:
+    """Every command of the command line."""
+    return table(("command", "what it does"), [(f"`kvscout {name}`", first_line(m)) for name, m in commands().items()])
+
+
+def settings() -> str:
+    """Every environment variable that is read."""
+    rows = [(f"`{setting.name}`", f"`{setting.default}`", setting.meaning) for setting in env.SETTINGS]
+    return table(("variable", "default", "meaning"), rows)
+
+
+def demo_output() -> str:
+    """What the demo printed when it was last run for the README."""
+    return f"```text\n{DEMO_OUTPUT.read_text().strip()}\n```\n"
+
+
+PARTS = {
+    "support-matrix": support_matrix,
+    "public-names": public_names,
+    "commands": command_table,
+    "settings": settings,
+    "demo-output": demo_output,
+}
+
+
+def render(text: str) -> str:
+    """A page with every generated part made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}{PARTS[found['name']]()}{found[3]}", text)
+
+
+def stale() -> Iterator[tuple[Path, str]]:
+    """The pages that are out of date, with what they should say."""
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        if (fresh := render(text)) != text:
+            yield page, fresh
+
+
+def main() -> int:
+    """Write, or check, every page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
+    parser.add_argument("--demo", action="store_true", help="run the demo first and keep its output")
+    args = parser.parse_args()
+    if args.demo:
+        done = subprocess.run([sys.executable, "-m", "kvscout", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            return done.returncode
+        DEMO_OUTPUT.write_text(done.stdout)
+    pages = list(stale())
+    for page, fresh in pages:
+        print(f"{page.relative_to(ROOT)}: {'out of date; run: make docs' if args.check else 'written'}")
+        if not args.check:
+            page.write_text(fresh)
+    return int(args.check and bool(pages))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

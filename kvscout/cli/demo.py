@@ -1,0 +1,198 @@
+"""Run a small decoder over a text by score, select, attend, and check what it did.
+
+The decoder has random weights and reads bytes, so what it writes is noise; its attention is the real thing. It takes in
+the text and decodes greedily. In every layer a token's keys and values go to a paged FP8 cache, an FP8 indexer scores
+the tokens so far, the best pages are selected, and attention reads those alone. Times are taken without the checks,
+which come afterwards. Exit code: 0 all right, 1 a check failed, 2 bad usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .. import demo
+from ..demo import report
+from ..demo.caches import PAGE
+from ..demo.checks import Row, check
+from ..demo.job import Job, Settings
+from ..demo.job import run as run_job
+from ..demo.model import Decoder, Shape
+from ..testing import provenance
+from . import console
+from .selection import UsageError, device
+
+PACKAGED = Path(demo.__file__).with_name("sample.txt")
+"""Read where neither a text is given nor the README is there."""
+
+FAILURES_SHOWN = 5
+HIGHEST = 2**31 - 1
+
+
+def _number(lowest: int) -> Callable[[str], int]:
+    """Reads a whole number that is not too small."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = lowest - 1
+        if not lowest <= number <= HIGHEST:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} to {HIGHEST}, got {text!r}")
+        return number
+
+    return read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``demo``."""
+    add = parser.add_argument
+    add("text", nargs="?", metavar="TEXT_FILE", type=Path, help="read as bytes (default: the project's README)")
+    add("--steps", metavar="N", type=_number(1), default=64, help="tokens to decode (default: %(default)s)")
+    add(
+        "--topk-pages",
+        metavar="N",
+        type=_number(2),
+        default=32,
+        help=f"pages of {PAGE} tokens that a token attends to, its own included (default: %(default)s)",
+    )
+    add("--max-tokens", metavar="N", type=_number(1), default=4096, help="read no more bytes (default: %(default)s)")
+    add("--layers", metavar="N", type=_number(1), default=Shape.num_layers, help="layers (default: %(default)s)")
+    add("--seed", metavar="N", type=_number(0), default=0, help="seed of the weights (default: %(default)s)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to run (default: cuda where there is a GPU)",
+    )
+    add(
+        "--threads",
+        metavar="N",
+        type=_number(1),
+        default=1,
+        help="CPU threads (default: %(default)s; more gain little here and lose much on a busy machine)",
+    )
+    add("--verbose", action="store_true", help=f"a line for every decode step, not for every {report.STEPS_PER_LINE}")
+    add("--json", metavar="FILE", type=Path, help="also write every figure and its provenance here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, run, check, report."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        return _demo(args)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        raise UsageError(f"--json: there is no folder {args.json.resolve().parent}")
+    args.device = None if args.device == "auto" else args.device
+    where = device(args)
+    prompt = _read(args.text, args.max_tokens)
+    pages = -(-(len(prompt.content) + args.steps) // PAGE)
+    settings = Settings(
+        shape=Shape(num_layers=args.layers),
+        steps=args.steps,
+        top_pages=max(2, min(args.topk_pages, pages)),
+        seed=args.seed,
+    )
+    _introduce(prompt, settings, where)
+    job = _run(settings, prompt.content, where)
+    results = report.by_phase(job, _check(job))
+    for table in (
+        report.steps(results, 1 if args.verbose else report.STEPS_PER_LINE),
+        report.totals(results),
+        report.variants(job),
+        report.memory(job),
+    ):
+        console.table(*table)
+    console.out(f"\n{report.MEANING}")
+    console.out(f"\nThe decoder wrote (noise: its weights are random):\n{job.generated!r}")
+    if args.json is not None:
+        source = {"text": prompt.name, "truncated": prompt.truncated, "threads": args.threads}
+        record = provenance.record(where, args.command_line) | source | report.content(results, settings)
+        args.json.write_text(provenance.dumps(record) + "\n")
+    failures = report.failures(results)
+    for failure in failures[:FAILURES_SHOWN]:
+        console.error(failure)
+    if len(failures) > FAILURES_SHOWN:
+        console.error(f"... and {len(failures) - FAILURES_SHOWN} more")
+    return int(bool(failures))
+
+
+class Prompt(NamedTuple):
+    """The bytes to prefill, and where they come from."""
+
+    name: str
+    content: bytes
+    truncated: bool
+
+
+def _read(path: Path | None, limit: int) -> Prompt:
+    """The first ``limit`` bytes of a file."""
+    path = path or _default_text()
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"TEXT_FILE: cannot read {str(path)!r}: {reason}") from error
+    if not content:
+        raise UsageError(f"TEXT_FILE: {str(path)!r} is empty; at least one byte is needed")
+    return Prompt(path.name, content[:limit], len(content) > limit)
+
+
+def _default_text() -> Path:
+    """The README of the checkout that this package lies in, or the text that comes with the package."""
+    readme = provenance.CHECKOUT / "README.md"
+    return readme if readme.is_file() and (provenance.CHECKOUT / "pyproject.toml").is_file() else PACKAGED
+
+
+def _introduce(prompt: Prompt, settings: Settings, where: torch.device) -> None:
+    shape, tokens = settings.shape, len(prompt.content)
+    rest = "; the rest is left out (--max-tokens)" if prompt.truncated else ""
+    console.out(f"text     {prompt.name}: {tokens} bytes are as many tokens{rest}")
+    console.out(
+        f"decoder  {shape.num_layers} layers of {shape.num_heads} query and {shape.num_kv_heads} KV heads of "
+        f"{shape.head_dim}, indexers of {shape.index_heads} heads of {shape.index_dim}, seed {settings.seed}"
+    )
+    console.out(
+        f"sparse   a token attends to {settings.top_pages} pages of {PAGE} tokens at most, "
+        f"of {-(-(tokens + settings.steps) // PAGE)} at the end"
+    )
+    threads = f"CPU, {torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else "CPU, 1 thread"
+    console.out(f"device   {provenance.machine(where)['device']} ({threads if where.type == 'cpu' else where.type})")
+
+
+def _run(settings: Settings, prompt: bytes, where: torch.device) -> Job:
+    """The job, timed; on a GPU once before, untimed, so that no kernel is compiled on the clock."""
+    decoder = Decoder(settings.shape, settings.seed, where)
+    if where.type == "cuda":
+        start = time.perf_counter()
+        _run_once(decoder, settings, prompt, "warm-up")
+        console.out(f"warm-up  {time.perf_counter() - start:.1f} s for a first run, which compiles kernels")
+    return _run_once(decoder, settings, prompt, "tokens")
+
+
+def _run_once(decoder: Decoder, settings: Settings, prompt: bytes, label: str) -> Job:
+    with console.Progress(len(prompt) + settings.steps, label) as progress:
+
+        def report(phase: str, count: int) -> None:
+            progress.show(phase)
+            progress.advance(count)
+
+        return run_job(decoder, settings, prompt, report)
+
+
+def _check(job: Job) -> list[Row]:
+    kept = sum(len(attention.output) for history in job.engine.history for attention in history.attentions)
+    with console.Progress(kept, "check") as progress:
+        return check(job.engine, progress.advance)

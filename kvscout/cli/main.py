@@ -1,0 +1,68 @@
+"""Entry of the command line: finds the commands, reads the arguments, turns exceptions into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import shlex
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from .. import __version__
+from . import console
+from .selection import UsageError
+
+USAGE, INTERRUPTED, UNREAD = 2, 130, 141
+"""Exit codes beside 0 and 1: bad usage, as argparse has it; Ctrl-C and output that nobody reads, as in shells."""
+
+
+def commands() -> dict[str, ModuleType]:
+    """Every file of this folder that is a command, by name."""
+    folder = importlib.import_module(__package__)
+    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+    modules = {name: importlib.import_module(f".{name}", __package__) for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "add_arguments")}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; a command's docstring is its help, the first line the short one."""
+    main_parser = argparse.ArgumentParser(
+        prog="kvscout", description="Attention kernels for long-context inference: what runs here, how right, how fast."
+    )
+    main_parser.add_argument("--version", action="version", version=f"kvscout {__version__}")
+    subparsers = main_parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in commands().items():
+        description = (module.__doc__ or "").strip()
+        command = subparsers.add_parser(
+            name,
+            help=description.partition("\n")[0],
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return main_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 fine, 1 failed, 2 bad usage, 130 interrupted, 141 output closed."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser().parse_args(words)
+    args.command_line = shlex.join(["kvscout", *words])
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        console.error(f"kvscout {args.command}: {error}")
+        return USAGE
+    except KeyboardInterrupt:
+        console.error(f"kvscout {args.command}: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has seen enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD

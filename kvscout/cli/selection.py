@@ -1,0 +1,73 @@
+"""What ``verify`` and ``bench`` work on: the arguments they share, and what those select."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..testing.case import Case, cases, family, ops
+
+GPU_LOST = "stopped: the last failure broke the GPU's context, and nothing runs on it any more in this process"
+
+
+class UsageError(Exception):
+    """The command line asks for something that is not there; the message says what is."""
+
+
+class Work(NamedTuple):
+    """A case and the variants to run on it."""
+
+    case: Case
+    names: Sequence[str]
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the commands that run cases."""
+    parser.add_argument("ops", nargs="*", metavar="OP", help="operations (default: all)")
+    parser.add_argument("--case", metavar="SUBSTRING", default="", help="only cases whose name contains this")
+    parser.add_argument("--variant", metavar="NAME", help="only this variant")
+    add_device(parser)
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the inputs (default: 0)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write every result and its provenance here")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The argument that says where to run."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: cuda where there is a GPU)")
+
+
+def device(args: argparse.Namespace) -> torch.device:
+    """The device asked for."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device: torch sees no GPU here; leave the option out to run on the CPU")
+    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def select(args: argparse.Namespace, levels: Sequence[str]) -> list[Work]:
+    """Every selected case of the given levels, with the selected variants of its op.
+
+    Raises:
+        UsageError: an op, variant or case that does not exist, or a result file that cannot be written.
+    """
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        raise UsageError(f"--json: there is no folder {args.json.resolve().parent}")
+    known = ops()
+    for op in args.ops:
+        if op not in known:
+            raise UsageError(f"OP: there is no op {op!r}; there are {', '.join(known)}")
+    selected = [op for op in known if not args.ops or op in args.ops]
+    names = {op: [n for n in family(op).names if args.variant in (None, n)] for op in selected}
+    if not any(names.values()):
+        existing = "; ".join(f"{op} has {', '.join(family(op).names)}" for op in selected)
+        raise UsageError(f"--variant: there is no {args.variant!r}; {existing}")
+    having = [op for op in selected if names[op]]
+    work = [Work(case, names[op]) for op in having for case in cases(op, levels) if args.case in case.name]
+    if not work:
+        raise UsageError(
+            f"--case: no case of {', '.join(having)} at level {' or '.join(levels)} has {args.case!r} in its name"
+        )
+    return work

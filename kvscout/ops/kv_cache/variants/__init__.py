@@ -1,0 +1,1 @@
+"""Variants of ``kv_cache``, one design a file."""

@@ -1,0 +1,1 @@
+"""Paged-attention decode: attend from the newest tokens of each sequence to its cached keys and values."""

@@ -1,0 +1,1 @@
+"""Variants of ``pa_decode``, one kernel design a file."""

@@ -1,0 +1,387 @@
+"""One program per task of the plan and KV head: tiles of keys and values against all query rows of the head.
+
+Scores and outputs are kept transposed (``S^T = K Q^T``, ``O^T = V^T P^T``), so that tokens and head elements fill the
+64 rows of a matrix instruction and the few query rows are its narrow side. Keys and values go from memory through a
+pipelined ring in shared memory into registers, where e4m3 is widened to float16 (which holds it exactly).
+
+Wins: wherever no kernel made for the architecture serves the problem.
+Limit: more than one partition takes a second kernel that merges them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from .... import fp8
+from ....kernels.triton import INTERPRET, dot
+from ....paging import CHUNKED, PLAIN_V
+from ....variants import Variant
+from ..api import HEAD, SCALAR, TOKEN, Args, Problem
+from ..triton_parts import LOG2E, e4m3_to_float16, has_native_e4m3, merge, normalise
+
+# Probabilities are kept times 2^15 in float16, so that those down to 2^-29 still have all of its bits.
+FLOAT16_BIAS = 15
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tokens per step, most query rows per program, warps, and pipeline stages."""
+
+    block_tokens: int = 64
+    block_rows: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def _default_config(problem: Problem) -> Config:
+    return Config()
+
+
+def _space(problem: Problem) -> Iterable[Config]:
+    default = _default_config(problem)
+    yield replace(default, block_tokens=128)
+
+
+def _refuses(problem: Problem) -> str | None:
+    if problem.cache_dtype not in (*fp8.E4M3, problem.dtype):
+        return f"caches of {problem.cache_dtype} need queries of the same dtype, not {problem.dtype}"
+    return None
+
+
+@triton.jit
+def _key_offsets(step, dim, token_stride, chunk_stride, X: tl.constexpr, VECTOR: tl.constexpr):
+    """Where a run of tokens' keys lie from the first one on; int64 ``[tokens, D]``."""
+    offsets = (step.to(tl.int64) * token_stride * VECTOR)[:, None]
+    return offsets + ((dim // X).to(tl.int64) * chunk_stride * VECTOR + dim % X)[None, :]
+
+
+@triton.jit
+def _value_offsets(
+    step, dim, chunk_stride, token_stride, dim_stride, CHUNKS: tl.constexpr, X: tl.constexpr,
+    VECTOR: tl.constexpr, TOKEN_VECTOR: tl.constexpr, DIM_VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Where a run of tokens' values lie from the first one on; int64 ``[tokens, D]``."""
+    offsets = (step // X % CHUNKS).to(tl.int64) * chunk_stride * VECTOR
+    offsets += (step % X).to(tl.int64) * token_stride * TOKEN_VECTOR
+    return offsets[:, None] + (dim.to(tl.int64) * dim_stride * DIM_VECTOR)[None, :]
+
+
+@triton.jit
+def _value_skip(
+    skipped, chunk_stride, token_stride, X: tl.constexpr, VECTOR: tl.constexpr, TOKEN_VECTOR: tl.constexpr
+):  # fmt: skip
+    """Where the value of a page's token ``skipped`` lies, a multiple of 16: so of the chunks, unless a page is one."""
+    if X <= 16:
+        return (skipped // X).to(tl.int64) * chunk_stride * VECTOR
+    else:
+        return skipped.to(tl.int64) * token_stride * TOKEN_VECTOR
+
+
+@triton.jit
+def _attend(
+    keys, values, key_scale, value_scale, queries, row_scale, token, low, high, largest, total, result,
+    PROBABILITY: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One step of the softmax: 16-bit keys and values ``[tokens, D]``, scales per token or None."""
+    scores = tl.zeros((keys.shape[0], queries.shape[1]), tl.float32)
+    scores = dot(keys, queries, scores, UPCAST) * row_scale[None, :]
+    if key_scale is not None:
+        scores *= key_scale[:, None]
+    is_visible = (token[:, None] >= low[None, :]) & (token[:, None] < high[None, :])
+    scores = tl.where(is_visible, scores, float("-inf"))
+    new = tl.maximum(largest, tl.max(scores, 0))
+    reference = tl.where(new == float("-inf"), 0.0, new)
+    # The difference first: a large finite logit times log2(e) would overflow.
+    probability = tl.exp2((scores - reference[None, :]) * LOG2E + BIAS)
+    rescale = tl.exp2((largest - reference) * LOG2E)
+    total = total * rescale + tl.sum(probability, 0)
+    if value_scale is not None:
+        probability *= value_scale[:, None]
+    if not UPCAST:
+        probability = probability.to(PROBABILITY)
+    result = dot(tl.trans(values), probability, result * rescale[None, :], UPCAST)
+    return new, total, result
+
+
+@triton.jit
+def _widen(x, DTYPE: tl.constexpr, E4M3_BITS: tl.constexpr, FNUZ: tl.constexpr):
+    """Cache elements in the 16-bit type that they are multiplied in."""
+    if E4M3_BITS:
+        x = e4m3_to_float16(x, FNUZ)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _tile_kernel(
+    output, lse, partial_out, partial_stats, query, keys, values, block_tables, work_info, reduce_info,
+    key_scale, value_scale, sinks, softmax_scale, value_factor, window, num_sequences,
+    out_row, out_head, lse_row, query_row, query_head, table_row,
+    key_block, key_head, key_token, key_chunk, value_block, value_head, value_chunk, value_token, value_dim,
+    key_scale_block, key_scale_head, key_scale_token, value_scale_block, value_scale_head, value_scale_token,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_LENGTH: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PAGE: tl.constexpr, KEY_X: tl.constexpr, VALUE_X: tl.constexpr, VECTOR: tl.constexpr, TOKENS_INNER: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, E4M3: tl.constexpr, E4M3_BITS: tl.constexpr,
+    FNUZ: tl.constexpr, SCORE: tl.constexpr, PROBABILITY: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = QUERY_LENGTH * GROUP
+    ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    CHUNKS: tl.constexpr = PAGE // VALUE_X
+    TOKEN_VECTOR: tl.constexpr = 1 if TOKENS_INNER else VECTOR
+    DIM_VECTOR: tl.constexpr = VECTOR if TOKENS_INNER else 1
+    program = tl.program_id(0)
+    first_row = program % ROW_BLOCKS * BLOCK_ROWS
+    kv_head = program // ROW_BLOCKS % KV_HEADS
+    slot = program // (ROW_BLOCKS * KV_HEADS)
+    kv_head_at = kv_head.to(tl.int64)
+
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    is_row = row < ROWS
+    position = tl.minimum(row // GROUP, QUERY_LENGTH - 1)
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < DIM
+    inside = is_dim[:, None] & is_row[None, :]  # [PADDED_DIM, BLOCK_ROWS]
+
+    # There are at least as many slots as sequences: program i also clears sequence i where it is empty.
+    if slot < num_sequences:
+        if tl.load(reduce_info + 2 * slot + 1) == 0:
+            out_at = (slot * QUERY_LENGTH + position).to(tl.int64)
+            pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[None, :] + dim[:, None]
+            tl.store(pointers, tl.zeros((PADDED_DIM, BLOCK_ROWS), output.dtype.element_ty), mask=inside)
+            if HAS_LSE:
+                nothing = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+                tl.store(lse + out_at * lse_row + head, nothing, mask=is_row)
+
+    first_tile = tl.load(work_info + 4 * slot + 1)
+    end_tile = tl.load(work_info + 4 * slot + 2)
+    if first_tile == end_tile:
+        return
+    sequence = tl.load(work_info + 4 * slot)
+    context = tl.load(work_info + 4 * slot + 3)
+    partitions = tl.load(reduce_info + 2 * sequence + 1)
+
+    # Row r sees tokens [low, high); all rows of the program together see [lowest, highest), and nothing else is used.
+    # No sum passes 2^31: a window is subtracted from what is at least as large.
+    at = context - QUERY_LENGTH + position
+    first_at = context - QUERY_LENGTH + first_row // GROUP
+    if CAUSAL:
+        high = at + 1
+    elif HAS_WINDOW:
+        high = tl.minimum(at, context - window) + window
+    else:
+        high = at * 0 + context
+    if HAS_WINDOW:
+        low = tl.maximum(at + 1, window) - window
+        lowest = tl.maximum(first_at + 1, window) - window
+    else:
+        low = at * 0
+        lowest = 0
+    highest = tl.max(high, 0)
+    begin = tl.maximum(first_tile * TILE, lowest // BLOCK_TOKENS * BLOCK_TOKENS)
+    end = tl.minimum(end_tile * TILE, highest)
+
+    query_at = (sequence * QUERY_LENGTH + position).to(tl.int64) * query_row + head.to(tl.int64) * query_head
+    queries = tl.load(query + query_at[:, None] + dim[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    queries = queries.to(tl.float32)
+    row_scale = tl.full((BLOCK_ROWS,), 0.0, tl.float32) + softmax_scale
+    if KEY_SCALE == "scalar":
+        row_scale *= tl.load(key_scale)
+    if KEY_SCALE == "head":
+        row_scale *= tl.load(key_scale + kv_head_at * key_scale_head)
+    if E4M3:
+        # float16 holds bfloat16 queries once a power of two brings each row's largest value into [1, 2).
+        exponent = tl.max(tl.abs(queries), 1).to(tl.int32, bitcast=True) >> 23
+        exponent = tl.minimum(exponent, 253)
+        queries *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        row_scale *= (exponent << 23).to(tl.float32, bitcast=True)
+    queries = tl.trans(queries.to(SCORE))  # [PADDED_DIM, BLOCK_ROWS]
+
+    keys += kv_head_at * key_head * VECTOR
+    values += kv_head_at * value_head * VECTOR
+    if KEY_SCALE == "token":
+        key_scale += kv_head_at * key_scale_head
+    if VALUE_SCALE == "token":
+        value_scale += kv_head_at * value_scale_head
+    table = block_tables + sequence.to(tl.int64) * table_row
+
+    # A probability of zero does not silence the NaN of a value that nobody wrote: values past the end are not loaded.
+    # Where 16 tokens' values share a vector, the vector at the end is left to a step of its own, which can afford to
+    # select; a select in the loop would send all values through registers and shared memory once more.
+    loop_end = end // 16 * 16 if TOKENS_INNER else end
+    tail_page = tl.load(table + loop_end // PAGE, mask=loop_end < end, other=0).to(tl.int64)
+
+    step = tl.arange(0, BLOCK_TOKENS)
+    in_page = step % PAGE
+    keys_at = _key_offsets(in_page, dim, key_token, key_chunk, KEY_X, VECTOR)
+    values_at = _value_offsets(
+        step, dim, value_chunk, value_token, value_dim, CHUNKS, VALUE_X, VECTOR, TOKEN_VECTOR, DIM_VECTOR
+    )
+    largest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    result = tl.zeros((PADDED_DIM, BLOCK_ROWS), tl.float32)
+    for first in tl.range(begin, loop_end, BLOCK_TOKENS, num_stages=NUM_STAGES):
+        token = first + step
+        if TOKENS_INNER:
+            # Judged by vectors, so that whole vectors are loaded; the loop ends with one.
+            is_loaded = step // 16 * 16 < loop_end - first
+        else:
+            is_loaded = token < loop_end
+        if PAGE >= BLOCK_TOKENS:
+            # All in one page, which holds a token that is seen.
+            page = tl.load(table + first // PAGE).to(tl.int64)
+            skipped = first // BLOCK_TOKENS % (PAGE // BLOCK_TOKENS) * BLOCK_TOKENS
+            key_tile = keys + page * key_block * VECTOR + skipped.to(tl.int64) * key_token * VECTOR + keys_at
+            value_tile = values + page * value_block * VECTOR
+            value_tile += _value_skip(skipped, value_chunk, value_token, VALUE_X, VECTOR, TOKEN_VECTOR) + values_at
+        else:
+            if HAS_WINDOW:
+                # Pages that lie before every window may have been given away.
+                is_loaded = is_loaded & (step // PAGE * PAGE + PAGE > lowest - first)
+            page = tl.load(table + token // PAGE, mask=is_loaded, other=0).to(tl.int64)
+            page = tl.max_constancy(page, 16)
+            skipped = 0
+            key_tile = keys + (page * key_block * VECTOR)[:, None] + keys_at
+            value_tile = values + (page * value_block * VECTOR)[:, None] + values_at
+        if DIM == PADDED_DIM:
+            is_element = is_loaded[:, None]
+        else:
+            is_element = is_loaded[:, None] & is_dim[None, :]
+        key_block_16 = _widen(tl.load(key_tile, mask=is_element, other=0.0), SCORE, E4M3_BITS, FNUZ)
+        value_block_16 = _widen(tl.load(value_tile, mask=is_element, other=0.0), PROBABILITY, E4M3_BITS, FNUZ)
+        token_key_scale = None
+        token_value_scale = None
+        if KEY_SCALE == "token":
+            scale_at = page * key_scale_block + (skipped + in_page).to(tl.int64) * key_scale_token
+            token_key_scale = tl.load(key_scale + scale_at, mask=is_loaded, other=0.0)
+        if VALUE_SCALE == "token":
+            scale_at = page * value_scale_block + (skipped + in_page).to(tl.int64) * value_scale_token
+            token_value_scale = tl.load(value_scale + scale_at, mask=is_loaded, other=0.0)
+        largest, total, result = _attend(
+            key_block_16, value_block_16, token_key_scale, token_value_scale, queries, row_scale,
+            token, low, tl.minimum(high, loop_end), largest, total, result, PROBABILITY, BIAS, UPCAST,
+        )  # fmt: skip
+    if TOKENS_INNER:
+        if loop_end < end:
+            tail_step = tl.arange(0, 16)
+            tail_token = loop_end + tail_step
+            is_tail = tail_token < end
+            tail_skip = loop_end // 16 % (PAGE // 16) * 16
+            tail_at = keys + tail_page * key_block * VECTOR + tail_skip.to(tl.int64) * key_token * VECTOR
+            tail_at += _key_offsets(tail_step, dim, key_token, key_chunk, KEY_X, VECTOR)
+            tail_keys = tl.load(tail_at, mask=is_tail[:, None] & is_dim[None, :], other=0.0)
+            tail_at = values + tail_page * value_block * VECTOR
+            tail_at += _value_skip(tail_skip, value_chunk, value_token, VALUE_X, VECTOR, TOKEN_VECTOR)
+            tail_at += _value_offsets(
+                tail_step, dim, value_chunk, value_token, value_dim, CHUNKS, VALUE_X, VECTOR, TOKEN_VECTOR, DIM_VECTOR
+            )
+            tail_values = _widen(tl.load(tail_at, mask=is_dim[None, :], other=0.0), PROBABILITY, E4M3_BITS, FNUZ)
+            tail_key_scale = None
+            tail_value_scale = None
+            if KEY_SCALE == "token":
+                scale_at = tail_page * key_scale_block + (tail_skip + tail_step).to(tl.int64) * key_scale_token
+                tail_key_scale = tl.load(key_scale + scale_at, mask=is_tail, other=0.0)
+            if VALUE_SCALE == "token":
+                scale_at = tail_page * value_scale_block + (tail_skip + tail_step).to(tl.int64) * value_scale_token
+                tail_value_scale = tl.load(value_scale + scale_at, mask=is_tail, other=0.0)
+            largest, total, result = _attend(
+                _widen(tail_keys, SCORE, E4M3_BITS, FNUZ), tl.where(is_tail[:, None], tail_values, 0.0),
+                tail_key_scale, tail_value_scale, queries, row_scale, tail_token, low, high,
+                largest, total, result, PROBABILITY, BIAS, UPCAST,
+            )  # fmt: skip
+
+    total *= 1.0 / (1 << BIAS)
+    factor = value_factor * (1.0 / (1 << BIAS))
+    if VALUE_SCALE == "scalar":
+        factor *= tl.load(value_scale)
+    if VALUE_SCALE == "head":
+        factor *= tl.load(value_scale + kv_head_at * value_scale_head)
+    result *= factor
+    if partitions == 1:
+        sink = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_row, other=float("-inf")).to(tl.float32)
+        weight, row_lse = normalise(largest, total, sink)
+        out_at = (sequence * QUERY_LENGTH + position).to(tl.int64)
+        pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[None, :] + dim[:, None]
+        tl.store(pointers, (result * weight[None, :]).to(output.dtype.element_ty), mask=inside)
+        if HAS_LSE:
+            tl.store(lse + out_at * lse_row + head, row_lse, mask=is_row)
+    else:
+        partial_at = (slot.to(tl.int64) * KV_HEADS + kv_head) * ROWS + row
+        tl.store(partial_out + (partial_at * DIM)[None, :] + dim[:, None], result, mask=inside)
+        tl.store(partial_stats + 2 * partial_at, largest, mask=is_row)
+        tl.store(partial_stats + 2 * partial_at + 1, total, mask=is_row)
+
+
+def _launch(problem: Problem, config: Config, args: Args) -> None:
+    rows = problem.rows_per_head
+    block_rows = min(config.block_rows, max(16, triton.next_power_of_2(rows)))
+    is_e4m3 = problem.cache_dtype in fp8.E4M3
+    bits = is_e4m3 and not has_native_e4m3(problem.arch, problem.cache_dtype)
+    keys, values = (cache.view(torch.uint8) if bits else cache for cache in (args.kv.keys, args.kv.values))
+    # Scales per token differ by orders of magnitude, and only bfloat16 holds a probability times any of them.
+    bf16 = problem.value_scale == TOKEN if is_e4m3 else problem.cache_dtype == torch.bfloat16
+    tokens_inner = problem.layout in (CHUNKED, PLAIN_V)
+    vector, strides = _vectors(keys, values, tokens_inner)
+    split = problem.max_partitions > 1
+    partial_out, partial_stats = args.scratch() if split else (None, None)
+    output, query, lse = args.output, args.query, args.lse
+    _tile_kernel[(problem.capacity * problem.num_kv_heads * triton.cdiv(rows, block_rows),)](
+        output, lse, partial_out, partial_stats, query, keys, values, args.block_tables,
+        args.work_info, args.reduce_info, args.key_scale, args.value_scale, args.sinks,
+        args.softmax_scale * args.key_factor, args.value_factor, problem.window, problem.num_sequences,
+        output.stride(0), output.stride(1), 0 if lse is None else lse.stride(0), query.stride(0), query.stride(1),
+        args.block_tables.stride(0), *strides,
+        *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
+        KV_HEADS=problem.num_kv_heads, GROUP=problem.group, QUERY_LENGTH=problem.query_length,
+        DIM=problem.head_dim, PADDED_DIM=triton.next_power_of_2(problem.head_dim),
+        PAGE=problem.page, KEY_X=keys.shape[4], VALUE_X=values.shape[3], VECTOR=vector, TOKENS_INNER=tokens_inner,
+        TILE=problem.tile, BLOCK_TOKENS=config.block_tokens, BLOCK_ROWS=block_rows, NUM_STAGES=config.num_stages,
+        CAUSAL=problem.causal, HAS_WINDOW=problem.window > 0, HAS_SINKS=problem.has_sinks, HAS_LSE=problem.has_lse,
+        KEY_SCALE=problem.key_scale, VALUE_SCALE=problem.value_scale, E4M3=is_e4m3, E4M3_BITS=bits,
+        FNUZ=problem.cache_dtype == fp8.FNUZ, SCORE=tl.float16 if is_e4m3 else _TYPES[problem.cache_dtype],
+        PROBABILITY=tl.bfloat16 if bf16 else tl.float16, BIAS=0 if bf16 else FLOAT16_BIAS, UPCAST=INTERPRET,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if split:
+        merge(problem, args, partial_out, partial_stats)
+
+
+def _vectors(keys: torch.Tensor, values: torch.Tensor, tokens_inner: bool) -> tuple[int, list[int]]:
+    """How many elements make 16 bytes (fewer if strides are not whole vectors), and the strides in such vectors.
+
+    The strides are those of keys by block, head, token and chunk, and of values by block, head, chunk, token and
+    element; neighbours in memory are still counted in elements.
+    """
+    inner = 4 + (3 if tokens_inner else 4)
+    strides = [*keys.stride()[:4], *values.stride()]
+    size = keys.element_size()
+    vector = math.gcd(16, *(stride * size for place, stride in enumerate(strides) if place != inner)) // size
+    return vector, [stride if place == inner else stride // vector for place, stride in enumerate(strides)]
+
+
+def _scale_strides(kind: str, scale: torch.Tensor | None) -> tuple[int, int, int]:
+    """Strides of a scale by block, head and token."""
+    if scale is None or kind == SCALAR:
+        return 0, 0, 0
+    return (0, scale.stride(0), 0) if kind == HEAD else (scale.stride(0), scale.stride(1), scale.stride(2))
+
+
+VARIANT = Variant(
+    launch=_launch,
+    default_config=_default_config,
+    refuses=_refuses,
+    space=_space,
+    rank=lambda problem: 60,
+)

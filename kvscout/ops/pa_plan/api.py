@@ -1,0 +1,266 @@
+"""``plan_pa_decode`` and ``get_recommended_splits``: specification, checks, dispatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ... import checks, torch_ops
+from ...device import arch_of
+from ...device import num_sms as sms_of
+from ...variants import AUTO, Family
+from .plan import COUNTER_STRIDE, TILE, PADecodePlan
+
+FAMILY = Family("pa_plan", __package__)
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+MAX_SLOTS_TIMES_SEQUENCES = 2**40
+"""Sequences have at most 2^23 tiles, so that up to here the products of the plan's arithmetic fit 64 bits."""
+
+MAX_RECOMMENDED_SPLITS = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What variants decide on. A ``sliding_window`` of 0 is none."""
+
+    arch: str
+    num_sequences: int
+    capacity: int
+    max_partitions: int
+    sliding_window: int
+    query_length: int
+
+    @property
+    def reach(self) -> int:
+        """Tokens before a sequence's end that its first query can see, at most INT32_MAX, which is all of them."""
+        if self.sliding_window == 0:
+            return INT32_MAX
+        return min(self.sliding_window + self.query_length - 1, INT32_MAX)
+
+
+class Args(NamedTuple):
+    """The checked tensors of a call; the last two are its outputs."""
+
+    context_lengths: torch.Tensor
+    work_info: torch.Tensor
+    reduce_info: torch.Tensor
+
+
+def plan_pa_decode(
+    context_lengths: torch.Tensor,
+    num_kv_heads: int,
+    *,
+    max_partitions: int | None = None,
+    workgroup_budget: int | None = None,
+    sliding_window: int = 0,
+    query_length: int = 1,
+    plan: PADecodePlan | None = None,
+    variant: str = AUTO,
+) -> PADecodePlan:
+    """Split a batch's contexts into tasks of about the same number of tiles, for ``pa_decode``.
+
+    ::
+
+        first_i   = max(ctx_i - (QL-1) - W, 0) // 256 if W > 0 else 0      first tile that a query sees
+        tiles_i   = ceil(max(ctx_i, 0) / 256) - first_i
+        capacity  = min(B * max_partitions, max(B, ceil(workgroup_budget / num_kv_heads)))
+        remaining = capacity - #{tiles_i > 0};  total = max(sum(tiles), 1);  cum = inclusive prefix sum of tiles
+        count_i   = min([tiles_i > 0] + cum_i*remaining // total - (cum_i - tiles_i)*remaining // total,
+                        tiles_i, max_partitions)
+        start_i   = exclusive prefix sum of count_i
+        task p of i, in slot start_i + p:  tiles [first_i + p*tiles_i // count_i, first_i + (p+1)*tiles_i // count_i)
+
+    Args:
+        context_lengths: int32 ``[B]``, contiguous: tokens of each sequence, its query tokens included. Zero and
+            negative lengths are empty sequences. B may be 0.
+        num_kv_heads: heads in the KV cache; every head runs all tasks.
+        max_partitions: most tasks of one sequence; None takes the number of SMs (or the plan's).
+        workgroup_budget: workgroups to fill, over all KV heads; None takes twice the number of SMs (or the plan's).
+        sliding_window: W, the tokens that a query sees, its own position included; 0 and -1 are no window.
+        query_length: QL, query tokens per sequence.
+        plan: an earlier plan of the same batch size, heads, window and query length: its tensors are rewritten in
+            place, nothing is allocated, and CUDA graphs that read them follow.
+        variant: a variant's name (see ``kvscout info``), or "auto": ``KVSCOUT_PA_PLAN_VARIANT`` or the best fit.
+
+    Returns:
+        ``plan``, or a new :class:`PADecodePlan` on the device of ``context_lengths``. It owns the scratch of the
+        decodes that follow it: two decodes that run at once on different streams need two plans.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, stride or device, or is not what ``plan``
+            was made with; the message names it.
+        UnsupportedProblem: no variant, or not the one asked for, serves this call.
+
+    One kernel; never synchronises with the host; capturable in a CUDA graph, whose replays follow lengths that change
+    on the device. Works under ``torch.compile(fullgraph=True)``.
+
+    Source: the split policy and tensors are those of AITER's planned paged-attention decode.
+
+    Example:
+        >>> lengths = torch.tensor([1000, 0, 300], dtype=torch.int32)
+        >>> plan = plan_pa_decode(lengths, 1, workgroup_budget=6)
+        >>> plan.reduce_info.tolist()
+        [[0, 3], [3, 0], [3, 2]]
+        >>> plan.work_info.tolist()
+        [[0, 0, 1, 1000], [0, 1, 2, 1000], [0, 2, 4, 1000], [2, 0, 1, 300], [2, 1, 2, 300], [0, 0, 0, 0]]
+    """
+    checks.tensor("context_lengths", context_lengths, ("B",), torch.int32)
+    checks.integer("num_kv_heads", num_kv_heads, 1)
+    checks.integer("sliding_window", sliding_window, -1, INT64_MAX)
+    checks.integer("query_length", query_length, 1, INT32_MAX)
+    if max_partitions is not None:
+        checks.integer("max_partitions", max_partitions, 1, INT32_MAX)
+    if workgroup_budget is not None:
+        checks.integer("workgroup_budget", workgroup_budget, 1, INT32_MAX)
+    window = max(sliding_window, 0)
+    if plan is None:
+        plan = _new_plan(context_lengths, num_kv_heads, max_partitions, workgroup_budget, window, query_length)
+    else:
+        _check_refresh(plan, context_lengths, num_kv_heads, max_partitions, workgroup_budget, window, query_length)
+    call = torch_ops.traced("pa_plan") if torch.compiler.is_compiling() else run
+    call(context_lengths, plan.work_info, plan.reduce_info, plan.max_partitions, window, query_length, variant)
+    return plan
+
+
+def _capacity(num_sequences: int, num_kv_heads: int, max_partitions: int, workgroup_budget: int) -> int:
+    return min(num_sequences * max_partitions, max(num_sequences, -(-workgroup_budget // num_kv_heads)))
+
+
+def _new_plan(
+    context_lengths: torch.Tensor,
+    num_kv_heads: int,
+    max_partitions: int | None,
+    workgroup_budget: int | None,
+    window: int,
+    query_length: int,
+) -> PADecodePlan:
+    device, num_sequences = context_lengths.device, context_lengths.shape[0]
+    if max_partitions is None:
+        max_partitions = sms_of(device)
+    if workgroup_budget is None:
+        workgroup_budget = 2 * sms_of(device)
+    capacity = _capacity(num_sequences, num_kv_heads, max_partitions, workgroup_budget)
+    return PADecodePlan(
+        work_info=torch.empty(capacity, 4, dtype=torch.int32, device=device),
+        reduce_info=torch.empty(num_sequences, 2, dtype=torch.int32, device=device),
+        arrival_counters=torch.zeros(num_sequences, num_kv_heads, COUNTER_STRIDE, dtype=torch.int32, device=device),
+        num_kv_heads=num_kv_heads,
+        max_partitions=max_partitions,
+        sliding_window=window,
+        query_length=query_length,
+        tile=TILE,
+    )
+
+
+def _check_refresh(
+    plan: PADecodePlan,
+    context_lengths: torch.Tensor,
+    num_kv_heads: int,
+    max_partitions: int | None,
+    workgroup_budget: int | None,
+    window: int,
+    query_length: int,
+) -> None:
+    """Check that a plan was made with the arguments it is refreshed with."""
+    if not isinstance(plan, PADecodePlan):
+        raise TypeError(f"plan: expected a PADecodePlan, got {type(plan).__name__}")
+    num_sequences = context_lengths.shape[0]
+    expected, found = context_lengths.device, plan.work_info.device
+    if found != expected:
+        raise ValueError(f"plan: expected on {expected}, like context_lengths, got {found}")
+    given = {
+        "context_lengths: number of sequences": (num_sequences, plan.num_sequences),
+        "num_kv_heads": (num_kv_heads, plan.num_kv_heads),
+        "max_partitions": (max_partitions, plan.max_partitions),
+        "sliding_window": (window, plan.sliding_window),
+        "query_length": (query_length, plan.query_length),
+    }
+    for name, (value, made_with) in given.items():
+        if value is not None and value != made_with:
+            raise ValueError(f"{name}: expected {made_with}, with which the plan was made, got {value}")
+    if workgroup_budget is not None:
+        capacity = _capacity(num_sequences, num_kv_heads, plan.max_partitions, workgroup_budget)
+        if capacity != plan.capacity:
+            raise ValueError(
+                f"workgroup_budget: expected one that gives the plan's {plan.capacity} slots, got {workgroup_budget}, "
+                f"which gives {capacity}"
+            )
+
+
+def run(
+    context_lengths: torch.Tensor,
+    work_info: torch.Tensor,
+    reduce_info: torch.Tensor,
+    max_partitions: int,
+    sliding_window: int,
+    query_length: int,
+    variant: str,
+) -> None:
+    """Check, choose, launch: fill ``work_info`` and ``reduce_info``."""
+    args = Args(context_lengths, work_info, reduce_info)
+    problem = check(args, max_partitions, sliding_window, query_length)
+    choice = FAMILY.choose(problem, variant)
+    if problem.num_sequences:
+        choice.launch(problem, args)
+
+
+def check(args: Args, max_partitions: int, sliding_window: int, query_length: int) -> Problem:
+    """Check every tensor of a call and describe it."""
+    lengths, work_info, reduce_info = args
+    checks.tensor("context_lengths", lengths, ("B",), torch.int32)
+    num_sequences = lengths.shape[0]
+    checks.tensor("work_info", work_info, ("capacity", 4), torch.int32, lengths.device)
+    checks.tensor("reduce_info", reduce_info, (num_sequences, 2), torch.int32, lengths.device)
+    for name, value in (("context_lengths", lengths), ("work_info", work_info), ("reduce_info", reduce_info)):
+        if not value.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(value.stride())}")
+    capacity = work_info.shape[0]
+    if capacity * num_sequences > MAX_SLOTS_TIMES_SEQUENCES or capacity > INT32_MAX:
+        raise ValueError(
+            "context_lengths: expected at most 2**40 sequences x slots, "
+            f"got {num_sequences} sequences x {capacity} slots"
+        )
+    return Problem(
+        arch=arch_of(lengths.device),
+        num_sequences=num_sequences,
+        capacity=capacity,
+        max_partitions=max_partitions,
+        sliding_window=sliding_window,
+        query_length=query_length,
+    )
+
+
+def get_recommended_splits(num_sequences: int, num_kv_heads: int, *, num_sms: int | None = None) -> int:
+    """A ``max_partitions`` that fills the GPU about twice while partition merges stay cheap.
+
+    ::
+
+        max(1, min(8, ceil(2 * num_sms / (num_sequences * num_kv_heads))))
+
+    Args:
+        num_sequences: sequences in the batch; an empty batch counts as one.
+        num_kv_heads: heads in the KV cache.
+        num_sms: SMs of the GPU; None takes the current one's (an H200's 132 where there is none).
+
+    Returns:
+        From 1 to 8.
+
+    Raises:
+        TypeError, ValueError: an argument is not an int, or too small; the message names it.
+
+    Example:
+        >>> get_recommended_splits(64, 1, num_sms=132)
+        5
+    """
+    checks.integer("num_sequences", num_sequences, 0)
+    checks.integer("num_kv_heads", num_kv_heads, 1)
+    if num_sms is None:
+        num_sms = sms_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    checks.integer("num_sms", num_sms, 1)
+    workgroups = max(num_sequences, 1) * num_kv_heads
+    return max(1, min(MAX_RECOMMENDED_SPLITS, -(-2 * num_sms // workgroups)))

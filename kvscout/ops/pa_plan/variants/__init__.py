@@ -1,0 +1,1 @@
+"""Variants of ``pa_plan``, one kernel design a file."""

@@ -1,0 +1,1 @@
+"""The best k keys of every query."""

@@ -1,0 +1,1 @@
+"""Variants of ``topk``, one design a file."""

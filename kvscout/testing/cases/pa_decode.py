@@ -1,0 +1,410 @@
+"""Cases of ``pa_decode``."""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import fp8
+from ...ops.pa_decode import api
+from ...ops.pa_decode.cost import cost
+from ...ops.pa_decode.variants.torch_reference import reference, visible
+from ...ops.pa_plan.api import plan_pa_decode
+from ...roofline import Cost
+from .. import paged_inputs
+from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
+from ..compare import Budget, Comparison, close, equal
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": fp8.FN, "fnuz": fp8.FNUZ}
+
+# Bound on the relative error in the Frobenius norm, every row scaled to the same size. Probabilities and a result that
+# are rounded to bfloat16 give 1.2e-3 to 2.3e-3; queries or probabilities of 8 bits would give 3e-2.
+FROBENIUS = 3e-3
+
+# What rounding probabilities to 16 bits may add to the largest element's error: as much as one rounding to bfloat16.
+PROBABILITY_ERROR = 2.0**-8
+FLOAT32_ERROR = 2e-6
+
+# Logits are sums of exact products in float32 or a matrix unit's accumulator; lse adds an exponential and a logarithm.
+LSE_ERROR = 1e-4
+
+# Sinks at the ends of what a logit can be, among ordinary ones.
+SINKS = (0.0, float("-inf"), 0.5, 1000.0, float("inf"), -1000.0, 3e38, -3e38, 2.0)
+WILD_SCALE = 1e9
+
+# The largest logit of a "large" case, which times log2(e) would be infinite.
+LARGE_LOGIT = 2.9e38
+
+# Elements of gathered keys that are compared with float64, and those held at a time.
+SAMPLED_ELEMENTS = {"cuda": 1 << 30, "cpu": 1 << 26}
+CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 24}
+
+DEFAULT_SPLITS = (132, 264)
+
+
+@dataclass(frozen=True)
+class PaDecodeCase:
+    """One batch, its caches, and what is odd about them.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        scales: "none", "factor" (a number), "scalar", "head" or "token"; "token+head" is for keys and for values.
+        sinks: "" (none), "ends" (:data:`SINKS`), "plain" (random, in the query's dtype).
+        splits: (max_partitions, workgroup_budget).
+        odd: any of "magnitudes" (of tokens, by their scales if they have some), "shared" (prefix pages), "strided"
+            (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "wild"
+            (per-token scales of 1e9 before the window), "sparse" (pages drawn from one pool), "no_lse".
+        num_blocks: blocks in the pool, if more than are needed.
+        label: a name to replace the one that is made of all this.
+    """
+
+    lengths: tuple[int, ...]
+    group: int = 8
+    kv_heads: int = 2
+    dim: int = 128
+    page: int = 16
+    layout: str = "chunked"
+    cache: str = "e4m3"
+    dtype: str = "bf16"
+    query_length: int = 1
+    scales: str = "none"
+    sinks: str = ""
+    window: int = 0
+    causal: bool = True
+    splits: tuple[int, int] = DEFAULT_SPLITS
+    odd: tuple[str, ...] = ()
+    num_blocks: int = 0
+    label: str = ""
+    level: str = VERIFY
+    op: str = "pa_decode"
+
+    @property
+    def name(self) -> str:
+        """The label, or the shapes and then whatever is not the default."""
+        if self.label:
+            return self.label
+        few = len(self.lengths) <= 5
+        batch = "+".join(map(str, self.lengths)) if few else f"{len(self.lengths)}x{max(self.lengths)}"
+        shape = f"g{self.group}x{self.kv_heads}-d{self.dim}-{self.dtype}x{self.cache}-{self.layout}{self.page}"
+        flags = [f"ql{self.query_length}"] * (self.query_length > 1) + [self.scales] * (self.scales != "none")
+        flags += [f"w{self.window}"] * (self.window != 0) + ["both_ways"] * (not self.causal)
+        flags += [f"sinks_{self.sinks}"] * (self.sinks != "")
+        flags += [f"split{self.splits[0]}of{self.splits[1]}"] * (self.splits != DEFAULT_SPLITS)
+        flags += [*self.odd, *[f"pool{self.num_blocks}"] * (self.num_blocks > 0)]
+        return "-".join((batch, shape, *flags))
+
+    def __str__(self) -> str:
+        return self.name
+
+    def prepare(self, device: torch.device, seed: int = 0) -> Prepared:
+        """Draw the inputs, plan, and poison outputs and scratch."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(self.name.encode()) + seed)
+        strided = "strided" in self.odd
+        found = paged_inputs.tables(
+            self.lengths, self.page, generator, num_blocks=self.num_blocks,
+            shared="shared" in self.odd, overlapping="sparse" in self.odd, strided=strided,
+        )  # fmt: skip
+        key_cache, value_cache = paged_inputs.caches(
+            self.layout, found, self.kv_heads, self.page, self.dim, DTYPES[self.cache], generator,
+            magnitudes="magnitudes" in self.odd and not self.scales.startswith("token"), interleaved=strided,
+        )  # fmt: skip
+        rows, heads, gap = len(self.lengths) * self.query_length, self.group * self.kv_heads, 3 * strided
+        query = torch.randn(rows, heads + gap, self.dim + gap, generator=generator, device=device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        key_kind, _, value_kind = self.scales.partition("+")
+        key_scale = self._scale(key_kind, found, generator)
+        value_scale = self._scale(value_kind or key_kind, found, generator)
+        plan = plan_pa_decode(
+            lengths, self.kv_heads, max_partitions=self.splits[0], workgroup_budget=self.splits[1],
+            sliding_window=self.window, query_length=self.query_length,
+        )  # fmt: skip
+        output = Guarded((rows, heads, self.dim), DTYPES[self.dtype], device, row_gap=gap)
+        lse = Guarded((rows, heads), torch.float32, device, row_gap=gap)
+        call = api.Call(
+            output=output.view,
+            query=query.to(DTYPES[self.dtype])[:, gap:, : self.dim],
+            key_cache=key_cache,
+            value_cache=value_cache,
+            context_lengths=lengths,
+            block_tables=found.block_tables,
+            softmax_scale=self.dim**-0.5,
+            query_length=self.query_length,
+            work_info=plan.work_info,
+            reduce_info=plan.reduce_info,
+            arrival_counters=plan.arrival_counters,
+            plan_numbers=api.plan_numbers(plan),
+            key_scale=key_scale if isinstance(key_scale, Tensor) else None,
+            value_scale=value_scale if isinstance(value_scale, Tensor) else None,
+            key_factor=key_scale if isinstance(key_scale, float) else None,
+            value_factor=value_scale if isinstance(value_scale, float) else None,
+            sinks=self._sinks(generator),
+            sliding_window=self.window,
+            causal=self.causal,
+            lse=None if "no_lse" in self.odd else lse.view,
+            kv_layout=self.layout,
+        )
+        scratch = _Scratch(plan.capacity, self.kv_heads, "misaligned" in self.odd, device)
+        problem, args = api.check(call, scratch)
+        if "large" in self.odd:
+            lse_of_one = self._reference(problem, args._replace(softmax_scale=1.0), range(len(self.lengths)))[1]
+            args = args._replace(softmax_scale=LARGE_LOGIT / float(lse_of_one.abs().max()))
+        plan_tensors = {name: getattr(plan, name) for name in ("work_info", "reduce_info", "arrival_counters")}
+        before = {name: tensor.clone() for name, tensor in plan_tensors.items()}
+
+        def check(variant: str) -> list[Comparison]:
+            found = self._compare(problem, args, variant)
+            return [*found, *(equal(name, tensor, before[name]) for name, tensor in plan_tensors.items())]
+
+        args.scratch()
+        return Prepared(
+            problem=problem,
+            args=args,
+            outputs={"output": output.view} | ({"lse": lse.view} if args.lse is not None else {}),
+            check=check,
+            guards=[output, lse, *scratch.guards],
+            cost=self._cost(problem, found),
+        )
+
+    def _scale(self, kind: str, found: paged_inputs.Tables, generator: torch.Generator) -> Tensor | float | None:
+        draw = functools.partial(torch.rand, generator=generator, device=generator.device)
+        if kind == "factor":
+            return 0.75
+        if kind == "scalar":
+            return draw(1) + 0.5
+        if kind == "head":
+            return draw(self.kv_heads) + 0.5
+        if kind != "token":
+            return None
+        scales = paged_inputs.token_scales(found, self.kv_heads, self.page, generator, "magnitudes" in self.odd)
+        if "wild" in self.odd:
+            low = visible(torch.tensor(self.lengths), self.query_length, self.window, self.causal)[0][:, 0]
+            for sequence, first in enumerate(low.tolist()):
+                token = torch.arange(first, device=scales.device)
+                block = found.block_tables[sequence].long()[token // self.page]
+                scales[block, :, token % self.page] = WILD_SCALE
+        return scales[..., None] if "strided" in self.odd else scales
+
+    def _sinks(self, generator: torch.Generator) -> Tensor | None:
+        heads, device = self.group * self.kv_heads, generator.device
+        if self.sinks == "plain":
+            return torch.randn(heads, generator=generator, device=device).to(DTYPES[self.dtype])
+        if self.sinks == "ends":
+            return torch.tensor([SINKS[head % len(SINKS)] for head in range(heads)], device=device)
+        return None
+
+    def _cost(self, problem: api.Problem, found: paged_inputs.Tables) -> Cost:
+        low, high = visible(torch.tensor(self.lengths), self.query_length, problem.window, self.causal)
+        pairs = int((high - low).clamp(min=0).sum())
+        tokens = int((high.amax(1) - low.amin(1)).clamp(min=0).sum())
+        return cost(problem, pairs, min(tokens, int(found.fill.sum())))
+
+    def _reference(
+        self, problem: api.Problem, args: api.Args, sequences: Sequence[int], dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor, Tensor]:
+        """Output and lse of some sequences."""
+        chosen = torch.tensor(sequences, device=args.query.device)
+        columns = -(-max(max(self.lengths[i] for i in sequences), 0) // self.page)
+        return reference(
+            args.query[self._rows(sequences)], args.kv, args.context_lengths[chosen],
+            args.block_tables[chosen][:, :columns], args.softmax_scale, self.query_length,
+            key_scale=args.key_factor if args.key_scale is None else args.key_scale,
+            value_scale=args.value_factor if args.value_scale is None else args.value_scale,
+            sinks=args.sinks, window=problem.window, causal=self.causal, dtype=dtype,
+        )  # fmt: skip
+
+    def _rows(self, sequences: Sequence[int]) -> list[int]:
+        return [sequence * self.query_length + query for sequence in sequences for query in range(self.query_length)]
+
+    def _compare(self, problem: api.Problem, args: api.Args, variant: str) -> list[Comparison]:
+        """Sequences spread over the whole batch, as many as float64 can be afforded for; finiteness of every row."""
+        device, batch = args.output.device.type, len(self.lengths)
+        per_sequence = self.kv_heads * self.dim * max(*self.lengths, 1)
+        count = max(1, min(batch, SAMPLED_ELEMENTS[device] // per_sequence))
+        sample = [i * (batch - 1) // max(count - 1, 1) for i in range(count)]
+        step = max(1, CHUNK_ELEMENTS[device] // per_sequence)
+        chunks = [sample[start : start + step] for start in range(0, count, step)]
+        expected, expected_lse = _concatenate([self._reference(problem, args, chunk) for chunk in chunks])
+        same, _ = _concatenate([self._reference(problem, args, chunk, torch.float32) for chunk in chunks])
+        rows = self._rows(sample)
+        got, zero = args.output[rows], (expected == 0).all(-1)
+        size = expected.norm(dim=-1, keepdim=True) / math.sqrt(self.dim)
+        size = torch.where(zero[..., None], 1, size)
+        extra = FLOAT32_ERROR if variant.startswith("torch") else PROBABILITY_ERROR
+        most = Budget.from_same_precision(same.to(got.dtype) / size, expected / size, extra).max_rel
+        # One minus the cosine is half of the squared relative error, where that is at right angles to the result.
+        found = [
+            close("output", got / size, expected / size, Budget(most, FROBENIUS**2 / 2)),
+            equal("output where it is zero", got[zero] != 0, torch.zeros_like(got[zero], dtype=torch.bool)),
+            equal("output is finite", args.output.isfinite(), torch.ones_like(args.output, dtype=torch.bool)),
+        ]
+        if args.lse is not None:
+            finite = torch.where(expected_lse.isfinite(), expected_lse, 0).abs().clamp(min=1)
+            budget = Budget(LSE_ERROR, LSE_ERROR**2)
+            found.append(close("lse", args.lse[rows] / finite, expected_lse / finite, budget))
+        return found
+
+
+class _Scratch:
+    """Poisoned memory for partial results; ``misaligned`` puts it on no more than an element's boundary."""
+
+    def __init__(self, capacity: int, kv_heads: int, misaligned: bool, device: torch.device) -> None:
+        self.guards: list[Guarded] = []
+        self._made: tuple[Tensor, Tensor] | None = None
+        self._lead = (capacity, kv_heads)
+        self._skip = int(misaligned)
+        self._device = device
+
+    def __call__(self, rows_per_head: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        if self._made is None:
+            shapes = [(*self._lead, rows_per_head, size) for size in (head_dim, 2)]
+            self.guards += [Guarded((math.prod(shape) + self._skip,), torch.float32, self._device) for shape in shapes]
+            out, stats = (g.view[self._skip :].view(shape) for g, shape in zip(self.guards, shapes, strict=True))
+            self._made = out, stats
+        return self._made
+
+
+def _concatenate(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    outputs, lses = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def _suite() -> Iterator[PaDecodeCase]:
+    """Small, and every feature once: the test suite runs these under Triton's interpreter too."""
+
+    def case(*lengths: int, **more: Any) -> PaDecodeCase:
+        return PaDecodeCase(lengths, **{"group": 5, "dim": 64, "splits": (3, 16), "level": SUITE, **more})
+
+    for layout, page, cache, scales in (
+        ("chunked", 16, "e4m3", "head"),
+        ("plain_v", 32, "e4m3", "token"),
+        ("nhd", 16, "e4m3", "scalar"),
+        ("hnd", 64, "e4m3", "factor"),
+        ("chunked", 128, "bf16", "none"),
+        ("plain_v", 16, "bf16", "none"),
+        ("nhd", 128, "bf16", "none"),
+        ("hnd", 32, "bf16", "none"),
+        ("chunked", 64, "fnuz", "token+head"),
+    ):
+        yield case(0, 1, 77, 530, layout=layout, page=page, cache=cache, scales=scales)
+    yield case(33, 257, cache="fp16", dtype="fp16", odd=("strided", "misaligned"), sinks="plain")
+    yield case(33, 257, cache="fp16", dtype="bf16", layout="nhd")
+    yield case(256, 0, 259, layout="hnd", scales="token", odd=("strided", "magnitudes"), dtype="fp16")
+    yield case(300, 290, 40, odd=("shared", "magnitudes"), scales="head", query_length=2)
+    yield case(0, -3, 0, scales="head", sinks="ends")
+    yield case(3, 600, sinks="ends", query_length=4, scales="token")
+    yield case(2, 290, sinks="ends", window=17, cache="bf16", page=32)
+    yield case(40, odd=("large",), sinks="ends", cache="bf16", layout="nhd")
+    for i, window in enumerate((1, 100, 256, 257, -1, 2**31 - 1, 2**40)):
+        shape = {"group": (1, 4, 24)[i % 3], "kv_heads": 1 + i % 2, "query_length": (1, 5, 3)[i % 3]}
+        yield case(2, 300, 530, window=window, causal=i % 2 == 0, page=(16, 64)[i % 2], **shape)
+    yield case(7, 520, window=60, scales="token", odd=("wild",), splits=(1, 1))
+    yield case(2, 130, causal=False, query_length=4, layout="plain_v", cache="bf16", sinks="plain")
+    for dim in (128, 192, 256, 512):
+        yield case(49, dim=dim, kv_heads=1, scales="head", layout=("chunked", "nhd")[dim % 3 % 2])
+    yield case(290, group=64, kv_heads=1, splits=(2, 2), odd=("no_lse",))
+
+
+EDGES = (0, 1, 2, 3, 4, *range(255, 260), *range(511, 516), *range(2303, 2308), 4099)
+WINDOWS = (1, 255, 256, 257, 509, 1024, 4095, 4096, 6000, 8192, 8193, 2**31 - 1, 2**31, 2**40, -1)
+LAYOUTS = ("chunked", "plain_v", "nhd", "hnd")
+PAGES = (16, 32, 64, 128)
+SCALES = ("none", "factor", "scalar", "head", "token", "token+head")
+GROUPS = (1, 4, 7, 8, *range(9, 18), 32, 64)
+SPLITS = ((1, 5), (2, 33), (3, 64), (4, 512), (8, 264), (16, 264), (64, 512), (256, 512))
+
+
+def _verify() -> Iterator[PaDecodeCase]:
+    """Each number at its ends and past a tile, the others ordinary."""
+    for i, layout in enumerate(LAYOUTS):
+        for j, page in enumerate(PAGES):
+            scales = SCALES[(i + j) % len(SCALES)]
+            odd = ("magnitudes",) * (j % 2) + ("strided",) * (i == j)
+            yield PaDecodeCase(EDGES, page=page, layout=layout, scales=scales, odd=odd)
+            yield PaDecodeCase(EDGES, page=page, layout=layout, cache="bf16", odd=odd)
+            yield PaDecodeCase(EDGES, page=page, layout=layout, cache="fp16", dtype="fp16", query_length=2)
+    for i, scales in enumerate(SCALES):
+        yield PaDecodeCase(EDGES, page=PAGES[i % 4], scales=scales, odd=("magnitudes",), sinks="ends", query_length=3)
+        yield PaDecodeCase(EDGES, page=64, layout=LAYOUTS[i % 4], scales=scales, window=300, odd=("shared",))
+    for i, window in enumerate(WINDOWS):
+        lengths = (*EDGES, 9000, 12345)
+        yield PaDecodeCase(lengths, window=window, query_length=1 + i % 8, page=PAGES[i % 4], scales="head")
+        yield PaDecodeCase(lengths, window=window, query_length=8 - i % 8, causal=False, cache="bf16", sinks="ends")
+        yield PaDecodeCase(lengths, window=window, layout="nhd", page=64, scales="token", odd=("wild",), sinks="plain")
+    for query_length in range(1, 9):
+        yield PaDecodeCase(EDGES, query_length=query_length, group=16, kv_heads=1, page=128, sinks="ends")
+        yield PaDecodeCase(EDGES, query_length=query_length, group=6, cache="bf16", layout="hnd", causal=False)
+    for i, group in enumerate(GROUPS):
+        for cache in ("e4m3", "bf16"):
+            yield PaDecodeCase(EDGES, group=group, kv_heads=(1, 2, 4, 8, 16)[i % 5], cache=cache, page=PAGES[i % 4])
+    for dim in api.HEAD_DIMS:
+        for i, layout in enumerate(LAYOUTS):
+            for cache in ("e4m3", "bf16"):
+                yield PaDecodeCase(
+                    EDGES, dim=dim, layout=layout, cache=cache, page=PAGES[i], query_length=1 + 3 * (i % 2)
+                )
+    for splits in SPLITS:
+        yield PaDecodeCase(EDGES, splits=splits, scales="head", sinks="ends", odd=("misaligned",))
+        yield PaDecodeCase((0, 5000, 0, 300, 0, 0), splits=splits, cache="bf16", page=128, query_length=4)
+    yield PaDecodeCase(tuple(range(0, 4000, 20)), scales="token", odd=("magnitudes",))
+    yield PaDecodeCase((200_000, 5), page=128, sinks="ends", query_length=2)
+    yield PaDecodeCase((200_000, 5), page=16, cache="bf16", window=8193)
+    yield PaDecodeCase((4099, 600), odd=("large",), sinks="ends", cache="bf16", page=64)
+    yield PaDecodeCase((4099, 600), odd=("large",), scales="token", dtype="fp16")
+    yield PaDecodeCase((0,) * 5, scales="token", sinks="ends", query_length=2)
+    yield PaDecodeCase(EDGES, cache="fnuz", scales="head", page=32)
+    # Block ids past 16 bits, and pools past 4 GB.
+    yield PaDecodeCase(EDGES, kv_heads=1, dim=64, scales="token", num_blocks=70_000)
+    yield PaDecodeCase(EDGES, kv_heads=1, page=128, num_blocks=280_000)
+    yield PaDecodeCase(EDGES, kv_heads=1, page=128, layout="nhd", cache="bf16", num_blocks=140_000)
+
+
+def _full() -> Iterator[PaDecodeCase]:
+    """Layouts, pages, element types and scales, each crossed with dimensions, query lengths and windows."""
+    kinds = [("e4m3", "bf16", scales) for scales in SCALES] + [("bf16", "bf16", "none"), ("fp16", "fp16", "none")]
+    for layout in LAYOUTS:
+        for page in PAGES:
+            for cache, dtype, scales in kinds:
+                for dim in api.HEAD_DIMS:
+                    for query_length, window, causal in ((1, 0, True), (4, 257, True), (3, 100, False)):
+                        yield PaDecodeCase(
+                            EDGES, layout=layout, page=page, cache=cache, dtype=dtype, scales=scales, dim=dim,
+                            query_length=query_length, window=window, causal=causal, sinks="ends", level=FULL,
+                        )  # fmt: skip
+
+
+DENSE = (("bs1-8k", 1, 8192), ("bs4-8k", 4, 8192), ("bs8-8k", 8, 8192), ("bs32-8k", 32, 8192), ("bs4-32k", 4, 32768),
+         ("bs3-220k", 3, 220_000))  # fmt: skip
+MULTI_TOKEN = (("3x4-8k", 3, 8192), ("3x4-32k", 3, 32768), ("8x4-32k", 8, 32768), ("3x4-220k", 3, 220_000))
+SPARSE = (("4", 4), ("64", 64), ("prefill-1024", 1024), ("prefill-4096", 4096), ("prefill-8192", 8192))
+
+
+def _bench() -> Iterator[PaDecodeCase]:
+    """One KV head, 16 query heads, D 128: dense decode, verification of 4 tokens, and rows of 2048 selected tokens."""
+    for cache in ("fp8", "bf16"):
+
+        def case(kind: str, label: str, lengths: tuple[int, ...], cache: str = cache, **more: Any) -> PaDecodeCase:
+            return PaDecodeCase(
+                lengths, group=16, kv_heads=1, cache="e4m3" if cache == "fp8" else cache,
+                label=f"{kind}-{label}-{cache}", level=BENCH, **more,
+            )  # fmt: skip
+
+        for label, batch, length in DENSE:
+            yield case("dense", label, (length,) * batch, page=128, odd=("no_lse",))
+        for label, batch, length in MULTI_TOKEN:
+            yield case("verify", label, (length,) * batch, page=128, query_length=4, odd=("no_lse",))
+        for label, rows in SPARSE:
+            yield case("sparse", label, (2048,) * rows, odd=("sparse", "no_lse"), num_blocks=4096)
+
+
+def _unique(found: Iterator[PaDecodeCase]) -> dict[str, PaDecodeCase]:
+    return {case.name: case for case in found}
+
+
+CASES = list({**_unique(_full()), **_unique(_verify()), **_unique(_suite()), **_unique(_bench())}.values())

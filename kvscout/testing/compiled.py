@@ -1,0 +1,119 @@
+"""Compiling what a Triton variant would launch, for a GPU that need not be here, and reading the result.
+
+Needs Triton outside its interpreter mode (``TRITON_INTERPRET`` unset).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ..variants import Choice
+from .case import Prepared
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+}
+"""Architectures that kernels can be compiled for, by the name that :func:`kvscout.device.arch_of` gives them."""
+
+
+class _AbsentGpu:
+    """What Triton asks its driver for at a launch, answered for a GPU that is not here."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: hash((target.backend, target.arch))
+        self.get_current_stream = lambda device: 0
+
+
+@contextmanager
+def compiling_for(arch: str) -> Iterator[list[Any]]:
+    """Within the context, launches compile for ``arch`` and run nothing; the list collects Triton's kernels."""
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = run(self, *args, **{**kwargs, "warmup": True})
+        compiled.append(kernel)
+        return kernel
+
+    # Not driver.reset_active(): without a GPU there is no default driver to go back to.
+    active = driver._active
+    driver.set_active(_AbsentGpu(TARGETS[arch]))
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver._active = active
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas gave a kernel: 32-bit registers a thread, stack and spill bytes, and static shared memory."""
+
+    name: str
+    registers: int
+    stack: int
+    shared: int
+    sass: str
+
+    def count(self, instruction: str) -> int:
+        """How many SASS instructions start with ``instruction``."""
+        return len(re.findall(rf"\s{instruction}[.\s]", self.sass))
+
+
+def resources(kernel: Any) -> Resources:
+    """Registers, stack and machine code of a kernel compiled for an NVIDIA GPU."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        run = [str(cuobjdump), "-res-usage", "-sass", cubin.name]
+        text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage for {kernel.metadata.name}")
+    return Resources(kernel.metadata.name, int(found[1]), int(found[2]), kernel.metadata.shared, text)
+
+
+class _HostOps(TorchDispatchMode):
+    """Notes every torch operation that would put work on the device or make the host wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class CompiledLaunch:
+    """What one launch of a variant puts on a GPU: its kernels, and torch operations beside them."""
+
+    kernels: tuple[Resources, ...]
+    torch_ops: tuple[str, ...]
+
+
+def compile_launch(prepared: Prepared, choice: Choice, arch: str) -> CompiledLaunch:
+    """Compile what ``choice`` would launch on ``arch`` for a case prepared on the CPU."""
+    problem = replace(prepared.problem, arch=arch)
+    with compiling_for(arch) as compiled, _HostOps() as host:
+        choice.launch(problem, prepared.args)
+    return CompiledLaunch(tuple(map(resources, compiled)), tuple(host.names))

@@ -1,0 +1,51 @@
+"""Plans worked out one sequence and one task at a time, in plain Python integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+TILE = 256
+
+
+class Plan(NamedTuple):
+    """What ``work_info`` and ``reduce_info`` of a decode plan hold."""
+
+    work: list[tuple[int, int, int, int]]
+    reduce: list[tuple[int, int]]
+
+
+def pa_capacity(num_sequences: int, num_kv_heads: int, max_partitions: int, workgroup_budget: int) -> int:
+    """Slots of a plan: every head of every sequence gets one, then the budget is filled, but no partition too many."""
+    per_head = 0
+    while per_head * num_kv_heads < workgroup_budget:
+        per_head += 1
+    return min(num_sequences * max_partitions, max(num_sequences, per_head))
+
+
+def pa_tiles(length: int, sliding_window: int, query_length: int) -> range:
+    """The tiles that hold a token which some query of the sequence sees."""
+    if length <= 0:
+        return range(0)
+    first_token = max(length - query_length + 1 - sliding_window, 0) if sliding_window > 0 else 0
+    last_token = length - 1
+    return range(first_token // TILE, last_token // TILE + 1)
+
+
+def pa_plan(lengths: Sequence[int], capacity: int, max_partitions: int, sliding_window: int, query_length: int) -> Plan:
+    """The plan of ``lengths``: shares of the slots in proportion to tiles, rounded by a running total."""
+    tiles = [pa_tiles(length, sliding_window, query_length) for length in lengths]
+    total = max(sum(map(len, tiles)), 1)
+    remaining = capacity - sum(len(t) > 0 for t in tiles)
+    work: list[tuple[int, int, int, int]] = []
+    reduce = []
+    cumulative = 0
+    for sequence, (length, mine) in enumerate(zip(lengths, tiles, strict=True)):
+        before, cumulative = cumulative, cumulative + len(mine)
+        share = cumulative * remaining // total - before * remaining // total
+        count = min((len(mine) > 0) + share, len(mine), max_partitions)
+        reduce.append((len(work), count))
+        for task in range(count):
+            begin, end = (mine.start + part * len(mine) // count for part in (task, task + 1))
+            work.append((sequence, begin, end, length))
+    return Plan(work + [(0, 0, 0, 0)] * (capacity - len(work)), reduce)

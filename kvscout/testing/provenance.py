@@ -1,0 +1,118 @@
+"""Where a figure comes from: machine, versions, commit, command. Found out without importing what is asked about."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..device import arch_of, num_sms
+
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
+    "cutlass_dsl": ("nvidia-cutlass-dsl",),
+    "tvm_ffi": ("apache-tvm-ffi",),
+}
+"""What each package may be called where it is installed; the first one found counts."""
+
+# The checkout that this package lies in, if it lies in one.
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+NVIDIA_SMI = {"driver": "driver_version", "sm_clock_mhz": "clocks.sm", "max_sm_clock_mhz": "clocks.max.sm"}
+
+
+def record(device: torch.device, command: str) -> dict[str, Any]:
+    """Everything that a stored figure must be read with."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(device),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The device and its host; None for what cannot be found out."""
+    host = {"system": platform.platform(), "cores": os.cpu_count()}
+    if device.type != "cuda":
+        return {"device": _cpu_name(), "arch": arch_of(device), **host}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "arch": arch_of(device),
+        "sms": num_sms(device),
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "runtime": torch.version.cuda or torch.version.hip,
+        **_nvidia_smi(f"GPU-{properties.uuid}"),
+        **host,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def _nvidia_smi(uuid: str) -> dict[str, str | None]:
+    query = f"--query-gpu={','.join(NVIDIA_SMI.values())}"
+    answer = _output("nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits")
+    values = answer.split(",") if answer else [None] * len(NVIDIA_SMI)
+    return {name: value and value.strip() for name, value in zip(NVIDIA_SMI, values, strict=True)}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, kvscout and the packages it can use; None for one that is not installed."""
+    return {"python": platform.python_version(), "kvscout": __version__} | {
+        package: next(filter(None, map(_version, names)), None) for package, names in DISTRIBUTIONS.items()
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The checkout's commit, with ``-dirty`` where files differ from it; None for an installed package."""
+    if not (CHECKOUT / ".git").exists():
+        return None
+    return _output("git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=40", "--match=", "--dirty")
+
+
+def _output(*command: str) -> str | None:
+    """What a program prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def dumps(content: Any) -> str:
+    """JSON that every reader takes: NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_finite(content), indent=1)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

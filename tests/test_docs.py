@@ -1,0 +1,163 @@
+"""Documentation that can be wrong is run: examples, generated parts, names of files, commands and targets."""
+
+import importlib.util
+import inspect
+import json
+import re
+import textwrap
+
+import pytest
+
+import kvscout
+from kvscout.cli.main import commands, parser
+
+DOCS = ("docs/measured-facts.md", "docs/numerics.md", "docs/support-matrix.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
+FENCED = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+
+DOCTESTS = """
+import doctest, importlib, json, pkgutil
+import kvscout
+
+found = {}
+public = {name: getattr(kvscout, name) for name in kvscout.__all__}
+for module in pkgutil.walk_packages(kvscout.__path__, "kvscout."):
+    # Variants and kernels may need packages that are not here; a command runs when it is imported as __main__.
+    if not {"variants", "kernels", "__main__"} & set(module.name.split(".")):
+        result = doctest.testmod(importlib.import_module(module.name), extraglobs=public)
+        found[module.name] = (result.attempted, result.failed)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def generate(root):
+    spec = importlib.util.spec_from_file_location("generate", root / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fenced(text, language):
+    """The code blocks of a language, without their indentation."""
+    return [textwrap.dedent(block) for _, found, block in FENCED.findall(text) if found == language]
+
+
+class TestGenerated:
+    def test_nothing_is_out_of_date(self, generate):
+        assert not [f"{page.name} is out of date; run: make docs" for page, _ in generate.stale()]
+
+    def test_every_part_is_in_the_readme_once(self, generate, root):
+        found = re.findall(r"<!-- begin generated: ([\w-]+) -->", (root / "README.md").read_text())
+        assert sorted(found) == sorted(generate.PARTS)
+
+    def test_the_readme_shows_a_whole_run_of_the_demo(self, generate):
+        shown = generate.demo_output()
+        assert all(word in shown for word in ("prefill", "decode", "tokens/s", "pa_decode", "wrote"))
+
+    def test_the_demo_does_not_read_its_own_output(self, root):
+        """It reads the beginning of the README, so that its output there does not change what it prints."""
+        before, _, _ = (root / "README.md").read_bytes().partition(b"<!-- begin generated: demo-output -->")
+        assert len(before) >= parser().parse_args(["demo"]).max_tokens
+
+    def test_a_change_by_hand_is_seen(self, generate, root):
+        text = (root / "README.md").read_text()
+        changed = text.replace("| `mqa_logits` | `torch_reference` |", "| `mqa_logits` | `torch_reverence` |")
+        assert changed != text
+        assert generate.render(changed) == text
+
+    def test_every_public_name_and_variant_is_listed(self, generate, root):
+        readme = (root / "README.md").read_text()
+        assert not [name for name in kvscout.__all__ if f"| `{name}` |" not in readme]
+        names = [path.stem for path in (root / "kvscout" / "ops").glob("*/variants/[!_]*.py")]
+        assert names
+        assert not [name for name in names if f"| `{name}` |" not in (root / "docs/support-matrix.md").read_text()]
+
+
+class TestMeasured:
+    @pytest.fixture
+    def results(self, tmp_path):
+        (tmp_path / "gpu").mkdir()
+
+        def write(name, time, key, *records):
+            records = [dict(zip(("op", "variant", "status"), record, strict=True)) for record in records]
+            content = {"time": time, "machine": {"device": "GPU"}, key: records}
+            (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(content))
+            return tmp_path
+
+        return write
+
+    def test_none(self, generate, tmp_path):
+        assert generate.measured(tmp_path) == {}
+
+    def test_verified_and_timed(self, generate, results):
+        results("v", "2030-01-02T", "outcomes", ("a", "x", "passed"), ("a", "x", "refused"), ("a", "y", "refused"))
+        folder = results("b", "2030-01-03T", "measurements", ("a", "x", "passed"), ("a", "y", "skipped"))
+        assert generate.measured(folder) == {("a", "x"): ["GPU: 1 cases right (2030-01-02), 1 timed"]}
+
+    def test_failures_are_shown(self, generate, results):
+        folder = results("v", "2030-01-02T", "outcomes", ("a", "x", "passed"), ("a", "x", "failed"))
+        assert generate.measured(folder) == {("a", "x"): ["GPU: 1 of 2 cases WRONG (2030-01-02)"]}
+
+    def test_the_newest_counts(self, generate, results):
+        results("a", "2030-01-03T", "outcomes", ("a", "x", "passed"))
+        folder = results("b", "2030-01-02T", "outcomes", ("a", "x", "failed"))
+        assert generate.measured(folder) == {("a", "x"): ["GPU: 1 cases right (2030-01-03)"]}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measured-facts.md"])
+def test_python_blocks_run(page, root, run_python):
+    blocks = fenced((root / page).read_text(), "python")
+    assert blocks
+    for block in blocks:
+        assert run_python("-c", block).stdout
+
+
+def test_docstring_examples(run_python):
+    done = run_python("-c", DOCTESTS)
+    *complaints, found = done.stdout.splitlines()
+    results = json.loads(found)
+    assert not [name for name, (_, failed) in results.items() if failed], "\n".join(complaints)
+    assert sum(attempted for attempted, _ in results.values()) > 5
+
+
+def test_every_public_function_has_an_example():
+    functions = [function for name in kvscout.__all__ if inspect.isfunction(function := getattr(kvscout, name))]
+    assert functions
+    assert not [function.__name__ for function in functions if ">>>" not in (function.__doc__ or "")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+class TestPointers:
+    """What a page names must be there."""
+
+    def test_links(self, page, root):
+        targets = re.findall(r"\]\(([^)#]+)\)", (root / page).read_text())
+        assert not [t for t in targets if "://" not in t and not (root / page).parent.joinpath(t).exists()]
+
+    def test_paths(self, page, root):
+        text = (root / page).read_text()
+        paths = re.findall(r"(?<![\w/.])(?:kvscout|tests|docs|requirements)/[\w./-]*\w", text)
+        assert not [path for path in paths if not (root / path).exists()]
+
+    def test_make_targets(self, page, root):
+        named = {name for line in code(root / page) for name in re.findall(r"\bmake ([a-z-]+)", line)}
+        targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
+        assert named <= targets
+
+    def test_commands(self, page, root):
+        named = {name for line in code(root / page) for name in re.findall(r"(?:^|-m )kvscout ([a-z]+)", line)}
+        assert named <= set(commands())
+
+    def test_names_of_the_package(self, page, root):
+        for dotted in re.findall(r"\bkvscout(?:\.\w+)+", (root / page).read_text()):
+            first, _, rest = dotted.removeprefix("kvscout.").partition(".")
+            assert hasattr(kvscout, first), dotted
+            assert not rest or hasattr(getattr(kvscout, first), rest.split(".")[0]), dotted
+
+
+def code(page):
+    """Lines of shell blocks without their comments, and what stands between single backticks."""
+    text = page.read_text()
+    lines = [line.partition("#")[0] for block in fenced(text, "sh") for line in block.splitlines()]
+    return lines + re.findall(r"(?<!`)`([^`\n]+)`", text)

@@ -1,0 +1,100 @@
+"""Timing of variants: right ones get figures, wrong ones a reason."""
+
+import pytest
+import torch
+
+from kvscout.device import GPUS
+from kvscout.roofline import Cost
+from kvscout.testing import measure, timing
+from kvscout.testing.measure import Measurement, measure_case
+from kvscout.testing.sweep import FAILED, PASSED, REFUSED, SKIPPED
+from kvscout.testing.timing import Timing
+
+CPU = torch.device("cpu")
+COST = Cost(flops=4_000_000, bytes=8_000_000)
+
+
+def wrong(problem, config, args):
+    args[1].fill_(1)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(timing, "TARGET_S", 1e-4)
+
+
+def measured(doubling, names=None, **options):
+    return list(measure_case(doubling.case(cost=COST), CPU, names, cold=False, **options))
+
+
+def test_the_cpu_times_what_a_call_would_get(doubling):
+    low, high, never = (doubling.variant(rank=rank) for rank in (1, 20, 0))
+    doubling(torch_low=low, torch_high=high, torch_never=never)
+    (found,) = measured(doubling)
+    assert (found.variant, found.status, found.baseline) == ("torch_high", PASSED, True)
+    assert found.hot.median_us > 0
+    assert found.cold is None
+    assert found.max_rel < 1e-6
+
+
+def test_the_baseline_is_timed_first_and_marked(doubling):
+    doubling(torch_a=doubling.variant(rank=1), torch_b=doubling.variant(rank=20))
+    found = [(m.variant, m.baseline) for m in measured(doubling, ("torch_b",), baseline="torch_a")]
+    assert found == [("torch_a", True), ("torch_b", False)]
+
+
+def test_a_wrong_variant_gets_no_figure(doubling):
+    doubling(torch_right=doubling.variant(rank=20), torch_wrong=doubling.variant(wrong))
+    right, bad = measured(doubling, ("torch_right", "torch_wrong"))
+    assert (right.status, bad.status) == (PASSED, FAILED)
+    assert "largest relative difference" in bad.message
+    assert (bad.hot, bad.cold, bad.judged, bad.tflops, bad.tbytes_per_s, bad.roof) == (None,) * 6
+
+
+def test_a_wrong_result_on_any_of_the_inputs_is_seen(doubling, monkeypatch):
+    """The second of two sets is the one that the variant gets wrong."""
+    doubling(torch_late=doubling.variant(lambda problem, config, args: args[1].copy_(2 * args[0] + bad(args))))
+    sets = [doubling.case().prepare(CPU, seed) for seed in (0, 1)]
+    bad = lambda args: args[0] is sets[1].args[0]  # noqa: E731
+    monkeypatch.setattr(measure, "_input_sets", lambda *args: sets)
+    (found,) = measured(doubling)
+    assert found.status == FAILED
+
+
+def test_what_cannot_be_timed_says_why(doubling):
+    doubling(
+        torch_refuses=doubling.variant(refuses=lambda problem: "wants more"),
+        torch_right=doubling.variant(),
+    )
+    case = doubling.case(cost=Cost(flops=10**15, bytes=1))
+    found = list(measure_case(case, CPU, ("torch_refuses", "torch_right"), cold=False))
+    assert [(m.status, m.baseline) for m in found] == [(REFUSED, False), (SKIPPED, False)]
+    assert found[0].message == "wants more"
+
+
+def test_inputs_that_cannot_be_made(doubling):
+    doubling(torch_right=doubling.variant())
+    (found,) = measure_case(doubling.case(prepare_raises=ValueError("no")), CPU, cold=False)
+    assert (found.status, found.message) == (FAILED, "cannot be prepared: ValueError: no")
+
+
+def test_no_variant_at_all(doubling):
+    doubling(torch_refuses=doubling.variant(refuses=lambda problem: "wants more"))
+    (found,) = measured(doubling)
+    assert found.status == FAILED
+    assert "no variant of doubling serves" in found.message
+
+
+def test_rates_come_from_cold_times_where_there_are_any():
+    hot, cold = Timing(1.0, 2.0, 0.0, 5), Timing(3.0, 4.0, 0.0, 5)
+    found = Measurement("op", "case", "v", PASSED, hot=hot, cold=cold, cost=COST, floor_us=1.0)
+    assert (found.judged, found.tflops, found.tbytes_per_s, found.roof) == (cold, 1.0, 2.0, 0.25)
+    found = Measurement("op", "case", "v", PASSED, hot=hot, cost=COST)
+    assert (found.judged, found.tflops, found.tbytes_per_s, found.roof) == (hot, 2.0, 4.0, None)
+
+
+def test_the_floor_is_the_larger_of_arithmetic_and_memory():
+    gpu = GPUS["NVIDIA H200"]
+    assert Cost(flops=10**12, bytes=1).floor_s(gpu) == 10**12 / gpu.fp8_flops_per_s
+    assert Cost(flops=10**12, bytes=1, fp8=False).floor_s(gpu) == 10**12 / gpu.bf16_flops_per_s
+    assert Cost(flops=1, bytes=10**9).floor_s(gpu) == 10**9 / gpu.hbm_bytes_per_s
