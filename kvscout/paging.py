@@ -77,6 +77,9 @@ def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int,
             as many tokens as there are heads.
     """
     checks.one_of("kv_layout", kv_layout, (AUTO, *LAYOUTS))
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if not isinstance(cache, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(cache).__name__}")
     layout = _recognise(key_cache, value_cache, num_kv_heads) if kv_layout == AUTO else kv_layout
     x = 16 // key_cache.element_size()
     shape = key_cache.shape
@@ -111,9 +114,6 @@ def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int,
 
 
 def _recognise(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int) -> str:
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if not isinstance(cache, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(cache).__name__}")
     if key_cache.dim() == 5:
         return CHUNKED if value_cache.dim() == 5 else PLAIN_V
     if key_cache.dim() != 4:

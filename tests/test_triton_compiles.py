@@ -12,31 +12,34 @@ pytestmark = pytest.mark.xdist_group("triton_compiles")
 # One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
 COMPILE = """
 import json, sys, torch
-from kvscout.testing.case import cases, family
+from kvscout.testing.case import SUITE, cases, family
 from kvscout.testing.compiled import compile_launch
 from kvscout.variants import Choice
 
 found = []
 for op, names in json.loads(sys.argv[1]).items():
-    by_name = {case.name: case for case in cases(op)}
-    for name in names:
-        prepared = by_name[name].prepare(torch.device("cpu"))
+    for case in cases(op):
+        if case.name not in names and case.level != SUITE:
+            continue
+        prepared = case.prepare(torch.device("cpu"))
         for variant_name in family(op).names:
             if not variant_name.startswith("triton"):
                 continue
             variant = family(op).load(variant_name)
             if variant.refuses(prepared.problem):
                 continue
-            for config in variant.configs(prepared.problem):
+            every = variant.configs(prepared.problem) if case.name in names else [variant.default_config(prepared.problem)]
+            for config in every:
                 launch = compile_launch(prepared, Choice(variant, config), "sm_90")
                 for kernel in launch.kernels:
                     counts = {word: kernel.count(word) for word in ("QGMMA", "HGMMA")}
                     numbers = {word: getattr(kernel, word) for word in ("registers", "stack", "shared")}
-                    found.append(numbers | counts | {"op": op, "case": name, "variant": variant_name,
+                    found.append(numbers | counts | {"op": op, "case": case.name, "variant": variant_name,
                                  "config": str(config), "kernels": len(launch.kernels), "torch_ops": launch.torch_ops})
 print(json.dumps(found))
 """
 
+# Besides the default config of every small case: cases of which every config is compiled.
 CASES = {
     "mqa_logits": [
         "64x2048-h64-d128-misaligned",
@@ -46,6 +49,7 @@ CASES = {
         "17x76-h8-d512-causal-clean",
         "18x90-h16-d128-misaligned-q_scale-strided",
     ],
+    "pa_decode": ["dense-bs1-8k-fp8", "dense-bs1-8k-bf16", "verify-3x4-8k-fp8", "verify-3x4-8k-bf16", "sparse-4-fp8"],
 }
 SHARED_MEMORY_OF_SM_90 = 227 << 10
 

@@ -17,8 +17,8 @@ from ..ops.mqa_logits.variants.torch_reference import reference as score
 from .caches import PAGE, LayerCache
 from .engine import Attention, Engine, History, page_scores
 
-ERROR_BUDGET = 3e-3
-"""What a row's attention may be off by, relative to its norm: rounding the output to bfloat16 alone gives 1.7e-3."""
+ERROR_BUDGET = 4e-3
+"""What a row's attention may be off by, relative to its norm: twice what bfloat16 alone makes of the worst row."""
 
 
 @dataclass(frozen=True)

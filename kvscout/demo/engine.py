@@ -104,10 +104,11 @@ class Engine:
         ``keep`` says which rows the checks will want: of every row as it is, of some rows a copy.
         """
         rows = self._rows(first, len(tokens))
-        plan = self._plan(rows)
+        plan, rotation = self._plan(rows), self.decoder.rotation(rows.positions)
         x = self.decoder.embed(tokens)
         for layer in range(self.decoder.shape.num_layers):
-            x = self._layer(layer, x, rows, plan, keep)
+            projected = self.decoder.project(layer, x, rotation)
+            x = self.decoder.finish(layer, x, self._attend(layer, projected, rows, plan, keep))
         return x[-1:]
 
     def _rows(self, first: int, count: int) -> Rows:
@@ -133,11 +134,12 @@ class Engine:
         self._plans[count] = plan
         return plan
 
-    def _layer(self, layer: int, x: Tensor, rows: Rows, plan: PADecodePlan, keep: slice) -> Tensor:
-        tokens, cache = self.decoder.project(layer, x, rows.positions), self.caches[layer]
+    def _attend(self, layer: int, tokens: Projected, rows: Rows, plan: PADecodePlan, keep: slice) -> Tensor:
+        """Remember the tokens, then score, select, attend: bfloat16 ``[n, Hq, D]``."""
+        cache = self.caches[layer]
         cache.append(tokens, rows.first, rows.slots)
         block_tables = self._select(self._score(tokens, rows, cache), rows)
-        output = torch.empty_like(tokens.q)
+        output = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
         pa_decode(
             output,
             tokens.q,
@@ -151,7 +153,7 @@ class Engine:
             value_scale=cache.value_scale,
         )
         self._remember(layer, rows, tokens, block_tables, output, keep)
-        return self.decoder.finish(layer, x, output)
+        return output
 
     def _score(self, tokens: Projected, rows: Rows, cache: LayerCache) -> Tensor:
         """Logits of every token in the pages so far; those that a row does not see are left as they were."""

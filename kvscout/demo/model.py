@@ -34,9 +34,9 @@ class Shape:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Columns of a layer's input projection: q, k, v, index q, index k, index head weights."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return q, kv, kv, self.index_heads * self.index_dim, self.index_dim, self.index_heads
+        """Columns of a layer's input projection: q and k, v, index q and the one index k, index head weights."""
+        kv = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim + kv, kv, (self.index_heads + 1) * self.index_dim, self.index_heads
 
 
 class LayerWeights(NamedTuple):
@@ -46,6 +46,13 @@ class LayerWeights(NamedTuple):
     output: Tensor
     gate_up: Tensor
     down: Tensor
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines, float32 ``[n, 1, d / 2]``, that RoPE turns heads by; they depend on the positions alone."""
+
+    heads: tuple[Tensor, Tensor]
+    index_heads: tuple[Tensor, Tensor]
 
 
 class Projected(NamedTuple):
@@ -78,9 +85,15 @@ class Decoder:
         def weight(fan_in: int, fan_out: int) -> Tensor:
             return (torch.randn(fan_in, fan_out, generator=generator) / math.sqrt(fan_in)).to(device)
 
+        def project() -> Tensor:
+            columns = weight(shape.hidden, sum(shape.parts))
+            columns[:, : shape.num_heads * shape.head_dim] *= SCORE_SPREAD
+            columns[:, -shape.index_heads :] *= (shape.index_heads * shape.index_dim) ** -0.5
+            return columns
+
         def layer() -> LayerWeights:
             return LayerWeights(
-                project=weight(shape.hidden, sum(shape.parts)),
+                project=project(),
                 output=weight(shape.num_heads * shape.head_dim, shape.hidden),
                 gate_up=weight(shape.hidden, 2 * shape.mlp),
                 down=weight(shape.mlp, shape.hidden),
@@ -100,19 +113,24 @@ class Decoder:
         """Hidden states ``[n, hidden]`` of tokens ``[n]``."""
         return torch.index_select(self.embedding, 0, tokens)
 
-    def project(self, layer: int, x: Tensor, positions: Tensor) -> Projected:
+    def rotation(self, positions: Tensor) -> Rotation:
+        """What :meth:`project` turns the heads of tokens at these positions by."""
+        return Rotation(_angles(self.shape.head_dim, positions), _angles(self.shape.index_dim, positions))
+
+    def project(self, layer: int, x: Tensor, rotation: Rotation) -> Projected:
         """What a layer's attention takes."""
         shape = self.shape
-        parts = (_norm(x) @ self.layers[layer].project).split(shape.parts, dim=1)
-        q, k, v = (part.unflatten(1, (-1, shape.head_dim)) for part in parts[:3])
-        index_q, index_k = parts[3].unflatten(1, (-1, shape.index_dim)), parts[4]
+        qk, v, index_qk, index_weights = (_norm(x) @ self.layers[layer].project).split(shape.parts, dim=1)
+        qk = _rope(qk.unflatten(1, (-1, shape.head_dim)), rotation.heads).bfloat16()
+        index_qk = _rope(index_qk.unflatten(1, (-1, shape.index_dim)), rotation.index_heads)
+        # Keys are kept for all tokens, queries are not: no key may be a view that keeps the queries beside it alive.
         return Projected(
-            q=_rope(q * SCORE_SPREAD, positions).bfloat16(),
-            k=_rope(k, positions).bfloat16(),
-            v=v.bfloat16(),
-            index_q=_rope(index_q, positions),
-            index_k=_rope(index_k[:, None], positions)[:, 0],
-            index_weights=parts[5] * (shape.index_heads * shape.index_dim) ** -0.5,
+            q=qk[:, : shape.num_heads],
+            k=qk[:, shape.num_heads :].contiguous(),
+            v=v.unflatten(1, (-1, shape.head_dim)).bfloat16(),
+            index_q=index_qk[:, :-1],
+            index_k=index_qk[:, -1].contiguous(),
+            index_weights=index_weights,
         )
 
     def finish(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
@@ -131,11 +149,15 @@ def _norm(x: Tensor) -> Tensor:
     return x * (x.square().mean(dim=-1, keepdim=True) + NORM_EPSILON).rsqrt()
 
 
-def _rope(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each head's halves ``[n, heads, d]`` by angles that grow with the position."""
-    half = x.shape[-1] // 2
-    frequency = ROPE_BASE ** (-torch.arange(half, device=x.device) / half)
+def _angles(dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    half = dim // 2
+    frequency = ROPE_BASE ** (-torch.arange(half, device=positions.device) / half)
     angle = positions[:, None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
+    return angle.cos(), angle.sin()
+
+
+def _rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each head's halves ``[n, heads, d]``."""
+    cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

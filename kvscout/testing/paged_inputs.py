@@ -57,11 +57,11 @@ def tables(
         strided: let rows lie further apart than they are long.
     """
     device = generator.device
-    length = torch.tensor(lengths, device=device).clamp(min=0)
+    length = torch.tensor(lengths, dtype=torch.long, device=device).clamp(min=0)
     counts = (length + page - 1) // page
     needed = int(counts.sum())
     num_blocks = num_blocks if overlapping else max(num_blocks, needed + SPARE_BLOCKS)
-    columns = int(counts.max()) + 2
+    columns = max(counts.tolist(), default=0) + 2
     column = torch.arange(columns, device=device)
     inside = column < counts[:, None]
     garbage = torch.where(column % 2 == 0, -1, 2**31 - 1).expand(len(lengths), -1)

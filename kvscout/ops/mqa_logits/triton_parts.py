@@ -19,6 +19,8 @@ def fp8_refusal(problem: Problem) -> str | None:
         return "Triton's CPU interpreter has no e4m3fnuz"
     if problem.fnuz and problem.arch.startswith("sm_"):
         return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
+    if problem.arch.startswith("sm_") and int(problem.arch[3:]) < 89:
+        return f"e4m3 matrix products need sm_89 or newer; this is {problem.arch}"
     if not problem.fnuz and problem.arch == "gfx942":
         return "gfx942 multiplies e4m3fnuz only; quantise to float8_e4m3fnuz"
     return None

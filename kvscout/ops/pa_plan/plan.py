@@ -65,7 +65,7 @@ class PADecodePlan:
 
         Returns:
             ``partial_out``, float32 ``[capacity, Hkv, rows_per_head, head_dim]``, and ``partial_stats``, float32
-            ``[capacity, Hkv, rows_per_head, 2]`` = (largest score in log2 units, sum of exponentials).
+            ``[capacity, Hkv, rows_per_head, 2]`` = (largest logit, sum of exponentials relative to it).
         """
         key = (rows_per_head, head_dim)
         if key not in self._scratch:

@@ -59,8 +59,8 @@ class PaDecodeCase:
         sinks: "" (none), "ends" (:data:`SINKS`), "plain" (random, in the query's dtype).
         splits: (max_partitions, workgroup_budget).
         odd: any of "magnitudes" (of tokens, by their scales if they have some), "shared" (prefix pages), "strided"
-            (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "wild"
-            (per-token scales of 1e9 before the window), "sparse" (pages drawn from one pool), "no_lse".
+            (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "tiny"
+            (queries, and as large a softmax_scale), "wild" (per-token scales of 1e9 before the window), "sparse" (pages drawn from one pool), "no_lse".
         num_blocks: blocks in the pool, if more than are needed.
         label: a name to replace the one that is made of all this.
     """
@@ -117,6 +117,7 @@ class PaDecodeCase:
         )  # fmt: skip
         rows, heads, gap = len(self.lengths) * self.query_length, self.group * self.kv_heads, 3 * strided
         query = torch.randn(rows, heads + gap, self.dim + gap, generator=generator, device=device)
+        query_scale = 2.0**-40 if "tiny" in self.odd else 1.0
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         key_kind, _, value_kind = self.scales.partition("+")
         key_scale = self._scale(key_kind, found, generator)
@@ -129,12 +130,12 @@ class PaDecodeCase:
         lse = Guarded((rows, heads), torch.float32, device, row_gap=gap)
         call = api.Call(
             output=output.view,
-            query=query.to(DTYPES[self.dtype])[:, gap:, : self.dim],
+            query=(query * query_scale).to(DTYPES[self.dtype])[:, gap:, : self.dim],
             key_cache=key_cache,
             value_cache=value_cache,
             context_lengths=lengths,
             block_tables=found.block_tables,
-            softmax_scale=self.dim**-0.5,
+            softmax_scale=self.dim**-0.5 / query_scale,
             query_length=self.query_length,
             work_info=plan.work_info,
             reduce_info=plan.reduce_info,
@@ -153,8 +154,9 @@ class PaDecodeCase:
         scratch = _Scratch(plan.capacity, self.kv_heads, "misaligned" in self.odd, device)
         problem, args = api.check(call, scratch)
         if "large" in self.odd:
-            lse_of_one = self._reference(problem, args._replace(softmax_scale=1.0), range(len(self.lengths)))[1]
-            args = args._replace(softmax_scale=LARGE_LOGIT / float(lse_of_one.abs().max()))
+            plain = args._replace(softmax_scale=1.0, sinks=None)
+            peak = self._reference(problem, plain, range(len(self.lengths)))[1].max()
+            args = args._replace(softmax_scale=LARGE_LOGIT / float(peak))
         plan_tensors = {name: getattr(plan, name) for name in ("work_info", "reduce_info", "arrival_counters")}
         before = {name: tensor.clone() for name, tensor in plan_tensors.items()}
 
@@ -301,14 +303,18 @@ def _suite() -> Iterator[PaDecodeCase]:
     yield case(3, 600, sinks="ends", query_length=4, scales="token")
     yield case(2, 290, sinks="ends", window=17, cache="bf16", page=32)
     yield case(40, odd=("large",), sinks="ends", cache="bf16", layout="nhd")
+    yield case(40, 300, odd=("tiny",), scales="head")
     for i, window in enumerate((1, 100, 256, 257, -1, 2**31 - 1, 2**40)):
-        shape = {"group": (1, 4, 24)[i % 3], "kv_heads": 1 + i % 2, "query_length": (1, 5, 3)[i % 3]}
-        yield case(2, 300, 530, window=window, causal=i % 2 == 0, page=(16, 64)[i % 2], **shape)
+        shape = {"group": (1, 4, 24)[i % 3], "kv_heads": (1, 2, 1)[i % 3], "query_length": (1, 5, 3)[i % 3]}
+        yield case(2, 530, window=window, causal=i % 2 == 0, page=(16, 64)[i % 2], **shape)
     yield case(7, 520, window=60, scales="token", odd=("wild",), splits=(1, 1))
     yield case(2, 130, causal=False, query_length=4, layout="plain_v", cache="bf16", sinks="plain")
+    yield case(2, 130, causal=False, query_length=4, window=2)
     for dim in (128, 192, 256, 512):
         yield case(49, dim=dim, kv_heads=1, scales="head", layout=("chunked", "nhd")[dim % 3 % 2])
     yield case(290, group=64, kv_heads=1, splits=(2, 2), odd=("no_lse",))
+    # The last tile is past what the first query sees, which has rows of its own.
+    yield case(257, group=64, kv_heads=1, query_length=3, splits=(2, 2))
 
 
 EDGES = (0, 1, 2, 3, 4, *range(255, 260), *range(511, 516), *range(2303, 2308), 4099)
@@ -357,6 +363,9 @@ def _verify() -> Iterator[PaDecodeCase]:
     yield PaDecodeCase((200_000, 5), page=16, cache="bf16", window=8193)
     yield PaDecodeCase((4099, 600), odd=("large",), sinks="ends", cache="bf16", page=64)
     yield PaDecodeCase((4099, 600), odd=("large",), scales="token", dtype="fp16")
+    yield PaDecodeCase(EDGES, odd=("tiny",), query_length=2)
+    for window in (1, 2, 5):
+        yield PaDecodeCase(EDGES, window=window, causal=False, query_length=8, page=64, scales="head")
     yield PaDecodeCase((0,) * 5, scales="token", sinks="ends", query_length=2)
     yield PaDecodeCase(EDGES, cache="fnuz", scales="head", page=32)
     # Block ids past 16 bits, and pools past 4 GB.

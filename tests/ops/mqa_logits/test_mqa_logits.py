@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvscout import UnsupportedProblem, fp8_mqa_logits
-from kvscout.ops.mqa_logits.api import FAMILY, Args, check
+from kvscout.ops.mqa_logits.api import FAMILY, Args, Problem, check
 from kvscout.ops.mqa_logits.variants.torch_reference import reference
 
 SERVING_ON_CPU = ("torch_reference", "torch_chunked", "triton_direct", "triton_staged")
@@ -172,6 +172,23 @@ def test_a_named_variant_never_falls_back():
     with pytest.raises(UnsupportedProblem, match="triton_staged: stages keys of head dimension up to 256, this is 512"):
         fp8_mqa_logits(**call, variant="triton_staged")
     assert fp8_mqa_logits(**call, variant="triton_direct").shape == (5, 70)
+
+
+@pytest.mark.parametrize(
+    ("arch", "fnuz", "sentence"),
+    [
+        ("sm_80", False, "e4m3 matrix products need sm_89 or newer; this is sm_80"),
+        ("sm_90", True, "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"),
+        ("gfx942", False, "gfx942 multiplies e4m3fnuz only; quantise to float8_e4m3fnuz"),
+        ("sm_90", False, None),
+        ("gfx942", True, None),
+        ("gfx950", False, None),
+    ],
+)
+def test_each_gpu_is_told_which_e4m3_it_multiplies(arch, fnuz, sentence):
+    problem = Problem(arch, 5, 70, 16, 64, clean_logits=True, fnuz=fnuz)
+    for variant in ("triton_direct", "triton_staged"):
+        assert FAMILY.refusal(variant, problem) == sentence
 
 
 def test_the_environment_names_a_variant(monkeypatch):

@@ -5,7 +5,8 @@ Scores and outputs are kept transposed (``S^T = K Q^T``, ``O^T = V^T P^T``), so 
 pipelined ring in shared memory into registers, where e4m3 is widened to float16 (which holds it exactly).
 
 Wins: wherever no kernel made for the architecture serves the problem.
-Limit: more than one partition takes a second kernel that merges them.
+Limit: more than one partition takes a second kernel that merges them. e4m3 is copied 8 bytes at a time, because Triton
+lays its ring out for 16-bit fragments. Contexts end at least 1024 tokens before 2^31.
 """
 
 from __future__ import annotations
@@ -31,23 +32,38 @@ FLOAT16_BIAS = 15
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+# GPUs whose shared memory has room for a deeper ring: 227 KB per multiprocessor.
+LARGE_SHARED_MEMORY = ("sm_90", "sm_100")
+
+
 @dataclass(frozen=True)
 class Config:
-    """Tokens per step, most query rows per program, warps, and pipeline stages."""
+    """Tokens per step, most query rows per program, warps, and pipeline stages (looking up a page is one of them)."""
 
-    block_tokens: int = 64
-    block_rows: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
+    block_tokens: int
+    block_rows: int
+    num_warps: int
+    num_stages: int
 
 
 def _default_config(problem: Problem) -> Config:
-    return Config()
+    # Chosen so that no kernel spills registers on sm_90 and none passes the 64 KB of gfx942's LDS.
+    large = problem.arch in LARGE_SHARED_MEMORY
+    if problem.head_dim > 256:
+        return Config(32, 32, 8, 3) if large else Config(16, 32, 8, 2)
+    stages = 2 if not large else 5 if problem.cache_dtype in fp8.E4M3 else 3
+    if problem.head_dim > 128:
+        return Config(32, 64, 8, stages)
+    return Config(64, 64, 4 if problem.rows_per_head <= 32 else 8, stages)
 
 
 def _space(problem: Problem) -> Iterable[Config]:
     default = _default_config(problem)
-    yield replace(default, block_tokens=128)
+    yield replace(default, block_rows=16)
+    if problem.head_dim <= 128:
+        yield replace(default, block_tokens=32)
+    if problem.head_dim <= 128 and problem.arch in LARGE_SHARED_MEMORY:
+        yield replace(default, block_tokens=128, num_warps=8, num_stages=3)
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -189,7 +205,7 @@ def _tile_kernel(
         lowest = 0
     highest = tl.max(high, 0)
     begin = tl.maximum(first_tile * TILE, lowest // BLOCK_TOKENS * BLOCK_TOKENS)
-    end = tl.minimum(end_tile * TILE, highest)
+    end = tl.maximum(tl.minimum(end_tile * TILE, highest), begin)
 
     query_at = (sequence * QUERY_LENGTH + position).to(tl.int64) * query_row + head.to(tl.int64) * query_head
     queries = tl.load(query + query_at[:, None] + dim[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
@@ -249,7 +265,8 @@ def _tile_kernel(
                 # Pages that lie before every window may have been given away.
                 is_loaded = is_loaded & (step // PAGE * PAGE + PAGE > lowest - first)
             page = tl.load(table + token // PAGE, mask=is_loaded, other=0).to(tl.int64)
-            page = tl.max_constancy(page, 16)
+            if TOKENS_INNER:
+                page = tl.max_constancy(page, 16)
             skipped = 0
             key_tile = keys + (page * key_block * VECTOR)[:, None] + keys_at
             value_tile = values + (page * value_block * VECTOR)[:, None] + values_at
@@ -257,8 +274,8 @@ def _tile_kernel(
             is_element = is_loaded[:, None]
         else:
             is_element = is_loaded[:, None] & is_dim[None, :]
-        key_block_16 = _widen(tl.load(key_tile, mask=is_element, other=0.0), SCORE, E4M3_BITS, FNUZ)
-        value_block_16 = _widen(tl.load(value_tile, mask=is_element, other=0.0), PROBABILITY, E4M3_BITS, FNUZ)
+        tile_keys = _widen(tl.load(key_tile, mask=is_element, other=0.0), SCORE, E4M3_BITS, FNUZ)
+        tile_values = _widen(tl.load(value_tile, mask=is_element, other=0.0), PROBABILITY, E4M3_BITS, FNUZ)
         token_key_scale = None
         token_value_scale = None
         if KEY_SCALE == "token":
@@ -268,7 +285,7 @@ def _tile_kernel(
             scale_at = page * value_scale_block + (skipped + in_page).to(tl.int64) * value_scale_token
             token_value_scale = tl.load(value_scale + scale_at, mask=is_loaded, other=0.0)
         largest, total, result = _attend(
-            key_block_16, value_block_16, token_key_scale, token_value_scale, queries, row_scale,
+            tile_keys, tile_values, token_key_scale, token_value_scale, queries, row_scale,
             token, low, tl.minimum(high, loop_end), largest, total, result, PROBABILITY, BIAS, UPCAST,
         )  # fmt: skip
     if TOKENS_INNER:
@@ -317,7 +334,7 @@ def _tile_kernel(
         tl.store(pointers, (result * weight[None, :]).to(output.dtype.element_ty), mask=inside)
         if HAS_LSE:
             tl.store(lse + out_at * lse_row + head, row_lse, mask=is_row)
-    else:
+    elif partial_out is not None:
         partial_at = (slot.to(tl.int64) * KV_HEADS + kv_head) * ROWS + row
         tl.store(partial_out + (partial_at * DIM)[None, :] + dim[:, None], result, mask=inside)
         tl.store(partial_stats + 2 * partial_at, largest, mask=is_row)
@@ -334,11 +351,10 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     bf16 = problem.value_scale == TOKEN if is_e4m3 else problem.cache_dtype == torch.bfloat16
     tokens_inner = problem.layout in (CHUNKED, PLAIN_V)
     vector, strides = _vectors(keys, values, tokens_inner)
-    split = problem.max_partitions > 1
-    partial_out, partial_stats = args.scratch() if split else (None, None)
+    partials = args.scratch() if problem.max_partitions > 1 else None
     output, query, lse = args.output, args.query, args.lse
     _tile_kernel[(problem.capacity * problem.num_kv_heads * triton.cdiv(rows, block_rows),)](
-        output, lse, partial_out, partial_stats, query, keys, values, args.block_tables,
+        output, lse, *(partials or (None, None)), query, keys, values, args.block_tables,
         args.work_info, args.reduce_info, args.key_scale, args.value_scale, args.sinks,
         args.softmax_scale * args.key_factor, args.value_factor, problem.window, problem.num_sequences,
         output.stride(0), output.stride(1), 0 if lse is None else lse.stride(0), query.stride(0), query.stride(1),
@@ -354,8 +370,8 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         PROBABILITY=tl.bfloat16 if bf16 else tl.float16, BIAS=0 if bf16 else FLOAT16_BIAS, UPCAST=INTERPRET,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    if split:
-        merge(problem, args, partial_out, partial_stats)
+    if partials is not None:
+        merge(problem, args, *partials)
 
 
 def _vectors(keys: torch.Tensor, values: torch.Tensor, tokens_inner: bool) -> tuple[int, list[int]]:
