@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="CPU threads (default: %(default)s; more gain little here and lose much on a busy machine)",
     )
-    add("--verbose", action="store_true", help=f"a line for every decode step, not for every {report.STEPS_PER_LINE}")
+    add("--every", metavar="N", type=_number(1), default=1, help="decode steps that a line sums up (default: 1)")
     add("--json", metavar="FILE", type=Path, help="also write every figure and its provenance here")
 
 
@@ -108,7 +108,7 @@ def _demo(args: argparse.Namespace) -> int:
     job = _run(settings, prompt.content, where)
     results = report.by_phase(job, _check(job))
     for table in (
-        report.steps(results, 1 if args.verbose else report.STEPS_PER_LINE),
+        report.steps(results, args.every),
         report.totals(results),
         report.variants(job),
         report.memory(job),

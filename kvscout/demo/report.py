@@ -10,9 +10,6 @@ from .caches import PAGE
 from .checks import ERROR_BUDGET, Row, Summary, summary
 from .job import Job, OpCounts, Settings
 
-STEPS_PER_LINE = 16
-"""Decode steps that a line sums up, unless every step is asked for."""
-
 FIGURES = ("page recall", "token recall", "kernel error", "FP8 error")
 MEANING = f"""
 page recall    how many of the best pages by unquantised float32 scores were selected, not counting a row's newest page
@@ -52,7 +49,7 @@ def steps(results: Results, every: int) -> Table:
         seconds = job.step_s[first : first + every]
         last = first + len(seconds)
         rows = [row for row in results.decode if first <= row.position - job.prompt_tokens < last]
-        name = str(last) if every == 1 else f"{first + 1}..{last}"
+        name = str(last) if len(seconds) == 1 else f"{first + 1}..{last}"
         lines.append([name, *_rate(len(seconds), sum(seconds)), *_figures(summary(rows))])
     return Table("decode", ("step", "ms", "tokens/s", *FIGURES), lines)
 

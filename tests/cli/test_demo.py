@@ -52,7 +52,7 @@ def test_output(printed):
     assert "text.txt: 184 bytes are as many tokens\n" in output
     columns, *lines = table(output, "decode")
     assert columns == ["step", "ms", "tokens/s", *report.FIGURES]
-    assert [line[0] for line in lines] == ["1..4"]
+    assert [line[0] for line in lines] == ["1", "2", "3", "4"]
     columns, prefill, decode = table(output, "in total")
     assert columns == ["phase", "tokens", "ms", "tokens/s", "checked", *report.FIGURES]
     assert prefill[:2] == ["prefill", "184"]
@@ -73,12 +73,8 @@ def test_output(printed):
     assert output.splitlines()[-1].startswith(("b'", 'b"'))
 
 
-def test_verbose_prints_every_step(printed):
-    assert [line[0] for line in table(printed("--verbose"), "decode")[1:]] == ["1", "2", "3", "4"]
-
-
-def test_a_line_sums_up_sixteen_steps(printed):
-    assert [line[0] for line in table(printed("--steps", "18"), "decode")[1:]] == ["1..16", "17..18"]
+def test_a_line_sums_up_as_many_steps_as_asked(printed):
+    assert [line[0] for line in table(printed("--every", "3"), "decode")[1:]] == ["1..3", "4"]
 
 
 def test_recall_is_whole_when_every_page_is_selected(printed):
