@@ -28,8 +28,8 @@ for op, names in json.loads(sys.argv[1]).items():
             variant = family(op).load(variant_name)
             if variant.refuses(prepared.problem):
                 continue
-            every = variant.configs(prepared.problem) if case.name in names else [variant.default_config(prepared.problem)]
-            for config in every:
+            configs = variant.configs(prepared.problem)
+            for config in configs if case.name in names else configs[:1]:
                 launch = compile_launch(prepared, Choice(variant, config), "sm_90")
                 for kernel in launch.kernels:
                     counts = {word: kernel.count(word) for word in ("QGMMA", "HGMMA")}
@@ -49,7 +49,7 @@ CASES = {
         "17x76-h8-d512-causal-clean",
         "18x90-h16-d128-misaligned-q_scale-strided",
     ],
-    "pa_decode": ["dense-bs1-8k-fp8", "dense-bs1-8k-bf16", "verify-3x4-8k-fp8", "verify-3x4-8k-bf16", "sparse-4-fp8"],
+    "pa_decode": [],
 }
 SHARED_MEMORY_OF_SM_90 = 227 << 10
 

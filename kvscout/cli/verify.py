@@ -8,16 +8,21 @@ Exit code: 0 all right, 1 something failed or nothing could run, 2 bad usage, 13
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 
 import torch
 
 from ..testing import limits, provenance
-from ..testing.sweep import FAILED, PASSED, REFUSED, SKIPPED, ContextLost, Outcome, verify_case
+from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost, Outcome, verify_case
 from . import console
-from .selection import GPU_LOST, Work, add_selection, device, select
+from .selection import GPU_LOST, UsageError, Work, add_selection, device, select
 
 REASONS_SHOWN = 3
 """Most frequent reasons for refusing that the summary lists per variant."""
@@ -31,11 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="every config of each variant, and more cases: all levels on a GPU, also those of 'verify' on the CPU",
     )
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="cases run at a time, each in a process; most of a first run is compiling kernels (default: 1)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify what was selected, print a summary."""
     where = device(args)
+    if args.jobs < 1:
+        raise UsageError(f"--jobs: expected at least 1, got {args.jobs}")
     work = select(args, limits.levels(where, args.full))
     outcomes: list[Outcome] = []
     code, stopped = 0, None
@@ -61,13 +75,58 @@ def run(args: argparse.Namespace) -> int:
 def _sweep(work: Sequence[Work], where: torch.device, args: argparse.Namespace, outcomes: list[Outcome]) -> None:
     """Run everything; outcomes are appended as they come, so that an interrupted run keeps them."""
     with console.Progress(len(work), "verify") as progress:
-        for case, names in work:
-            progress.show(f"{case.op} {case.name}")
-            for outcome in verify_case(case, where, names, seed=args.seed, every_config=args.full):
-                outcomes.append(outcome)
+        for found, lost in _results(work, where, args):
+            outcomes += found
+            for outcome in found:
                 if outcome.status == FAILED:
                     console.error(_failure(outcome))
+            if lost is not None:
+                raise lost
+            progress.show(f"{found[0].op} {found[0].case}" if found else "")
             progress.advance()
+
+
+Found = tuple[list[Outcome], ContextLost | None]
+"""The outcomes of a case, and what broke the GPU's context during it."""
+
+
+def _results(work: Sequence[Work], where: torch.device, args: argparse.Namespace) -> Iterator[Found]:
+    """What came of each case, in order: one case after the other, or several at a time in processes of their own."""
+    jobs = min(args.jobs, len(work))
+    if jobs == 1:
+        yield from (_verify(item, where, args.seed, args.full) for item in work)
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, processes, initializer=_start, initargs=(threads,)) as pool:
+        futures = [pool.submit(_verify, item, where, args.seed, args.full) for item in work]
+        try:
+            for item, future in zip(work, futures, strict=True):
+                try:
+                    yield future.result()
+                except BrokenProcessPool as broken:
+                    died = Outcome(
+                        item.case.op, item.case.name, INPUTS, FAILED, message=f"or a case beside it: {broken}"
+                    )
+                    yield [died], ContextLost(str(broken))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start(threads: int) -> None:
+    """A process's share of the cores; Ctrl-C is for the process that started it to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+
+
+def _verify(item: Work, where: torch.device, seed: int, every_config: bool) -> Found:
+    found: list[Outcome] = []
+    try:
+        for outcome in verify_case(item.case, where, item.names, seed=seed, every_config=every_config):
+            found.append(outcome)
+    except ContextLost as lost:
+        return found, lost
+    return found, None
 
 
 def _failure(o: Outcome) -> str:

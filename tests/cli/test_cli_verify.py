@@ -111,6 +111,7 @@ def test_full_runs_every_config_and_more_cases(run, tmp_path):
         (("verify", "nope"), "there is no op 'nope'; there are mqa_logits, "),
         (("verify", "mqa_logits", "--variant", "nope"), "there is no 'nope'; mqa_logits has torch_chunked, "),
         ((*CPU, "--case", "nope"), "no case of mqa_logits at level suite has 'nope'"),
+        ((*CPU, "--jobs", "0"), "--jobs: expected at least 1, got 0"),
         (("verify", "--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
     ],
 )
@@ -118,6 +119,28 @@ def test_what_is_not_there_is_named_with_what_is(run, words, message):
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_several_jobs_find_what_one_finds(run, tmp_path):
+    files = [tmp_path / name for name in ("one.json", "two.json")]
+    words = (*CPU, "--case", "17x76-h", "--variant", "torch_chunked")
+    results = [run(*words, "--jobs", jobs, "--json", str(file)) for jobs, file in zip("12", files, strict=True)]
+    assert results[0][:2] == results[1][:2]
+    one, two = (json.loads(file.read_text())["outcomes"] for file in files)
+    assert len(one) > 2
+    assert one == two
+
+
+def test_a_process_that_dies_fails_its_case_and_stops_the_run(root, run_python, tmp_path):
+    shutil.copytree(root / "kvscout", tmp_path / "kvscout", ignore=shutil.ignore_patterns("__pycache__"))
+    variant = tmp_path / "kvscout/ops/mqa_logits/variants/torch_reference.py"
+    source = variant.read_text().replace("import torch\n", "import os\nimport torch\n", 1)
+    variant.write_text(source.replace("    launch=_launch,", "    launch=lambda *_: os._exit(3),"))
+    words = (*CPU, "--case", "17x76-h8", "--variant", "torch_reference", "--jobs", "2")
+    done = run_python("-m", "kvscout", *words, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert "FAILED mqa_logits 17x76-h8-d64-causal-clean" in done.stderr
+    assert "terminated abruptly" in done.stderr
 
 
 def stop_after_one(exception):

@@ -55,9 +55,9 @@ def normalise(largest, total, sink):
     weight = tl.exp2((largest - top) * LOG2E)
     nothing = largest == float("-inf")
     denominator = tl.where(nothing, 1.0, total * weight + tl.exp2((sink - top) * LOG2E))
-    lse = tl.where(sink == float("inf"), float("inf"), top + tl.log(denominator))
+    # Under a sink of inf both numbers of the quotient may be infinite; the lse is inf by itself.
     factor = tl.where(nothing | (sink == float("inf")), 0.0, weight / denominator)
-    return factor, tl.where(nothing, float("-inf"), lse)
+    return factor, tl.where(nothing, float("-inf"), top + tl.log(denominator))
 
 
 @triton.jit

@@ -60,7 +60,8 @@ class PaDecodeCase:
         splits: (max_partitions, workgroup_budget).
         odd: any of "magnitudes" (of tokens, by their scales if they have some), "shared" (prefix pages), "strided"
             (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "tiny"
-            (queries, and as large a softmax_scale), "wild" (per-token scales of 1e9 before the window), "sparse" (pages drawn from one pool), "no_lse".
+            and "huge" (queries, made up for by softmax_scale), "wild" (per-token scales of 1e9 before the window),
+            "sparse" (pages drawn from one pool), "no_lse".
         num_blocks: blocks in the pool, if more than are needed.
         label: a name to replace the one that is made of all this.
     """
@@ -117,7 +118,7 @@ class PaDecodeCase:
         )  # fmt: skip
         rows, heads, gap = len(self.lengths) * self.query_length, self.group * self.kv_heads, 3 * strided
         query = torch.randn(rows, heads + gap, self.dim + gap, generator=generator, device=device)
-        query_scale = 2.0**-40 if "tiny" in self.odd else 1.0
+        query_scale = 2.0 ** (40 * ("huge" in self.odd) - 40 * ("tiny" in self.odd))
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         key_kind, _, value_kind = self.scales.partition("+")
         key_scale = self._scale(key_kind, found, generator)
@@ -303,7 +304,8 @@ def _suite() -> Iterator[PaDecodeCase]:
     yield case(3, 600, sinks="ends", query_length=4, scales="token")
     yield case(2, 290, sinks="ends", window=17, cache="bf16", page=32)
     yield case(40, odd=("large",), sinks="ends", cache="bf16", layout="nhd")
-    yield case(40, 300, odd=("tiny",), scales="head")
+    for odd in ("tiny", "huge"):
+        yield case(40, 257, odd=(odd,), scales="head")
     for i, window in enumerate((1, 100, 256, 257, -1, 2**31 - 1, 2**40)):
         shape = {"group": (1, 4, 24)[i % 3], "kv_heads": (1, 2, 1)[i % 3], "query_length": (1, 5, 3)[i % 3]}
         yield case(2, 530, window=window, causal=i % 2 == 0, page=(16, 64)[i % 2], **shape)
@@ -364,6 +366,7 @@ def _verify() -> Iterator[PaDecodeCase]:
     yield PaDecodeCase((4099, 600), odd=("large",), sinks="ends", cache="bf16", page=64)
     yield PaDecodeCase((4099, 600), odd=("large",), scales="token", dtype="fp16")
     yield PaDecodeCase(EDGES, odd=("tiny",), query_length=2)
+    yield PaDecodeCase(EDGES, odd=("huge",), page=128, layout="nhd")
     for window in (1, 2, 5):
         yield PaDecodeCase(EDGES, window=window, causal=False, query_length=8, page=64, scales="head")
     yield PaDecodeCase((0,) * 5, scales="token", sinks="ends", query_length=2)

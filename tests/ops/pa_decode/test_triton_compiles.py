@@ -1,0 +1,67 @@
+"""What the Triton variant of ``pa_decode`` puts on GPUs, compiled on a machine that need not have one."""
+
+import json
+
+import pytest
+
+# One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
+COMPILE = """
+import json, torch
+from dataclasses import replace
+from kvscout.ops.pa_decode.variants.triton_tile import VARIANT
+from kvscout.testing.cases.pa_decode import PaDecodeCase
+from kvscout.testing.compiled import compile_launch
+from kvscout.variants import Choice
+
+wide = {"group": 16, "kv_heads": 1}
+CASES = [
+    PaDecodeCase((300,), page=page, cache=cache, query_length=query_length, **wide)
+    for cache in ("e4m3", "bf16") for page, query_length in ((128, 1), (128, 4), (16, 1))
+]
+CASES += [
+    PaDecodeCase((300,), scales="token", sinks="ends", window=100, layout="plain_v", page=32, **wide),
+    PaDecodeCase((300,), layout="nhd", cache="fp16", dtype="fp16", causal=False, **wide),
+    PaDecodeCase((300,), dim=192, scales="head", query_length=2, **wide),
+    PaDecodeCase((300,), dim=256, cache="bf16", page=64, **wide),
+    PaDecodeCase((300,), dim=512, layout="hnd", **wide),
+]
+found = []
+for case in CASES:
+    prepared = case.prepare(torch.device("cpu"))
+    for arch in ("sm_80", "sm_90"):
+        problem = replace(prepared.problem, arch=arch)
+        launch = compile_launch(prepared, Choice(VARIANT, VARIANT.default_config(problem)), arch)
+        for kernel in launch.kernels:
+            found.append({
+                "arch": arch, "case": case.name, "kernel": kernel.name, "stack": kernel.stack, "shared": kernel.shared,
+                "wgmma": kernel.count("HGMMA"), "mma": kernel.count("HMMA"), "copies": kernel.count("LDGSTS"),
+                "torch_ops": launch.torch_ops,
+            })
+print(json.dumps(found))
+"""
+
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}
+
+
+@pytest.fixture(scope="module")
+def compiled(run_python):
+    return json.loads(run_python("-c", COMPILE, timeout=900).stdout)
+
+
+@pytest.mark.slow
+def test_two_kernels_that_fit_and_do_not_spill(compiled):
+    assert {row["arch"] for row in compiled} == {"sm_80", "sm_90"}
+    assert len(compiled) == 2 * 2 * 11
+    for row in compiled:
+        assert row["torch_ops"] == [], row
+        assert row["shared"] <= SHARED_BYTES[row["arch"]], row
+        assert row["stack"] == 0, row
+
+
+@pytest.mark.slow
+def test_tiles_are_copied_asynchronously_into_matrix_instructions(compiled):
+    tiles = [row for row in compiled if "tile" in row["kernel"]]
+    assert len(tiles) == 2 * 11
+    for row in tiles:
+        assert row["copies"] > 0, row
+        assert row["wgmma" if row["arch"] == "sm_90" else "mma"] > 0, row
