@@ -332,9 +332,9 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
         value_scale=value_scale,
         sinks=sinks,
         lse=lse,
-        softmax_scale=call.softmax_scale,
-        key_factor=1.0 if call.key_factor is None else call.key_factor,
-        value_factor=1.0 if call.value_factor is None else call.value_factor,
+        softmax_scale=float(call.softmax_scale),
+        key_factor=1.0 if call.key_factor is None else float(call.key_factor),
+        value_factor=1.0 if call.value_factor is None else float(call.value_factor),
         scratch=lambda: _scratch(problem, device, plan_scratch),
     )
     return problem, args

@@ -218,7 +218,8 @@ def test_layouts_hold_the_same_tokens(make, variant, cache):
             found[layout, page] = pa_decode(**call, lse=lse, variant=variant).float(), lse
     first = found["hnd", 16]
     for output, lse in found.values():
-        torch.testing.assert_close(output, first[0], rtol=2**-7, atol=1e-6)
+        # Where values cancel, what is left has the absolute error of the 16-bit probabilities.
+        torch.testing.assert_close(output, first[0], rtol=2**-7, atol=2**-10 * float(first[0].abs().max()))
         torch.testing.assert_close(lse, first[1], rtol=1e-5, atol=1e-5)
 
 
@@ -246,7 +247,7 @@ def test_scales_in_every_form(make, variant):
     ]
     plain = pa_decode(**call | {"softmax_scale": call["softmax_scale"] * 0.5}, variant=variant).float() * 2
     for output in found:
-        torch.testing.assert_close(output.float(), plain, rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(output.float(), plain, rtol=2**-7, atol=2**-10 * float(plain.abs().max()))
 
 
 def test_lengths_change_under_a_refreshed_plan(make, variant):

@@ -48,7 +48,7 @@ class Config:
 
 
 def _default_config(problem: Problem) -> Config:
-    # What was not timed on an H200 is chosen by what compiles without spilling registers, and into gfx942's 64 KB of LDS.
+    # What was not timed on an H200 is chosen by what compiles without spilling registers, and into gfx942's 64 KB LDS.
     is_e4m3 = problem.cache_dtype in fp8.E4M3
     if problem.arch not in LARGE_SHARED_MEMORY:
         if problem.head_dim > 128:
@@ -126,9 +126,10 @@ def _attend(
 ):  # fmt: skip
     """One step of the softmax: 16-bit keys and values ``[tokens, D]``, scales per token or None."""
     scores = tl.zeros((keys.shape[0], queries.shape[1]), tl.float32)
-    scores = dot(keys, queries, scores, UPCAST) * row_scale[None, :]
+    scores = dot(keys, queries, scores, UPCAST)
     if key_scale is not None:
         scores *= key_scale[:, None]
+    scores *= row_scale[None, :]
     is_visible = (token[:, None] >= low[None, :]) & (token[:, None] < high[None, :])
     scores = tl.where(is_visible, scores, float("-inf"))
     new = tl.maximum(largest, tl.max(scores, 0))
