@@ -30,7 +30,7 @@ DEMO_OUTPUT = ROOT / "docs" / "demo-output.txt"
 
 RUNS_ON = {
     "torch": "any device",
-    "triton": "NVIDIA sm_80+ (FP8: sm_89+); AMD gfx942, gfx950, gfx1250",
+    "triton": "NVIDIA sm_80+; AMD gfx942, gfx950, gfx1250",
     "cute": "NVIDIA sm_90",
 }
 """What the kernels of a backend are written for."""

@@ -9,6 +9,8 @@ import torch
 # Alignment, in bytes, that vector loads of the kernels ask of FP8 rows.
 ROW_ALIGNMENT = 16
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def tensor(
     name: str,
@@ -57,6 +59,29 @@ def rows_aligned(name: str, value: torch.Tensor) -> None:
             f"{name}: expected rows that start on {ROW_ALIGNMENT}-byte boundaries, got strides {tuple(value.stride())} "
             f"of {size}-byte elements at an address that is {value.data_ptr() % ROW_ALIGNMENT} past one"
         )
+
+
+def rows_apart(name: str, value: torch.Tensor) -> None:
+    """Check a contiguous last dimension, and rows that do not overlap: what an output ``[S, N]`` needs."""
+    last_dim_contiguous(name, value)
+    if value.shape[0] > 1 and value.stride(0) < value.shape[1]:
+        raise ValueError(
+            f"{name}: expected rows at least {value.shape[1]} elements apart, got strides {tuple(value.stride())}"
+        )
+
+
+def number(name: str, value: object) -> None:
+    """Check a number that float32 holds: neither NaN nor infinite."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        raise ValueError(f"{name}: expected a finite number within float32's range, got {value}")
+
+
+def boolean(name: str, value: object) -> None:
+    """Check a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
 def one_of(name: str, value: object, accepted: Sequence[object]) -> None:

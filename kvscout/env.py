@@ -30,12 +30,17 @@ SETTINGS = (
 
 def variant_override(op: str) -> str:
     """Variant named by ``KVSCOUT_<OP>_VARIANT`` for this op, or ``"auto"``."""
-    return os.environ.get(f"KVSCOUT_{op.upper()}_VARIANT", "auto") or "auto"
+    return os.environ.get(variant_variable(op), "auto") or "auto"
+
+
+def variant_variable(op: str) -> str:
+    """Name of the variable that names an op's variant."""
+    return f"KVSCOUT_{op.upper()}_VARIANT"
 
 
 def triton_interpret() -> bool:
     """Whether Triton was asked to interpret its kernels, which is what lets them take CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
 def current(ops: Iterable[str]) -> dict[str, str | None]:
@@ -43,3 +48,9 @@ def current(ops: Iterable[str]) -> dict[str, str | None]:
     words = [op.upper() for op in ops]
     names = [n for setting in SETTINGS for n in dict.fromkeys(setting.name.replace("<OP>", word) for word in words)]
     return {name: os.environ.get(name) for name in names}
+
+
+def unread(ops: Iterable[str]) -> dict[str, str]:
+    """Every variable that begins with ``KVSCOUT_`` and is none of those, so a misspelling, with its value."""
+    known = current(ops)
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("KVSCOUT_") and name not in known}

@@ -78,6 +78,9 @@ class Choice(NamedTuple):
 
     def launch(self, problem: Any, args: Any) -> None:
         """Run the variant on ``args``, whose first field is a tensor, on that tensor's device."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.launch(problem, args)
         device = args[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -88,8 +91,8 @@ class Choice(NamedTuple):
 
 def _backend_refusal(backend: str, arch: str) -> str | None:
     """Why a whole backend cannot run on ``arch``, judged without importing it."""
-    if backend == "triton" and arch == "cpu" and not env.triton_interpret():
-        return "Triton kernels need a GPU (or TRITON_INTERPRET=1, for tests); these tensors are on the CPU"
+    if backend == "triton" and not arch.startswith(("sm_", "gfx")) and not (arch == "cpu" and env.triton_interpret()):
+        return f"Triton kernels need a GPU (or TRITON_INTERPRET=1, for tests); these tensors are on {arch}"
     if backend == "cute" and arch != "sm_90":
         return f"CuTe DSL kernels are written for sm_90 (H100, H200); this is {arch}"
     return None
@@ -179,7 +182,16 @@ class Family:
             UnsupportedProblem: the named variant, or every variant, refuses the problem.
             ValueError: there is no variant of that name.
         """
-        requested = env.variant_override(self.op) if variant == AUTO else variant
+        if not isinstance(variant, str):
+            raise TypeError(f"variant: expected a str, got {type(variant).__name__}")
+        requested = variant
+        if variant == AUTO:
+            requested = env.variant_override(self.op)
+            if requested != AUTO and requested not in self.names:
+                raise ValueError(
+                    f"{env.variant_variable(self.op)}: {self.op} has no variant {requested!r}; "
+                    f"it has {', '.join(self.names)}, and 'auto'"
+                )
         choice = self._choose(problem, requested)
         for chosen in _OBSERVERS:
             chosen[self.op, choice.variant.name] += 1

@@ -127,6 +127,18 @@ def test_every_public_function_has_an_example():
     assert not [function.__name__ for function in functions if ">>>" not in (function.__doc__ or "")]
 
 
+def test_the_version_has_its_date_in_the_changelog(root):
+    headings = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert dict(headings)[kvscout.__version__]
+
+
+def test_the_steps_of_adding_a_variant_write_the_docs(root):
+    """Without them :class:`TestGenerated` fails."""
+    section = (root / "CONTRIBUTING.md").read_text().partition("## Add a variant")[2].partition("\n## ")[0]
+    (steps,) = fenced(section, "sh")
+    assert "make docs" in steps
+
+
 @pytest.mark.parametrize("page", PAGES)
 class TestPointers:
     """What a page names must be there."""

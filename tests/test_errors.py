@@ -10,10 +10,12 @@ from kvscout.ops.mqa_logits.api import Problem
 PROBLEM = Problem("cpu", 1, 2, 8, 32, True)
 
 
+REASONS = {"torch_a": "too few rows", "cute_b": "this is cpu"}
+
+
 @pytest.fixture
 def error():
-    reasons = {"torch_a": "too few rows", "cute_b": "this is cpu"}
-    return kvscout.UnsupportedProblem("mqa_logits", PROBLEM, "auto", reasons)
+    return kvscout.UnsupportedProblem("mqa_logits", PROBLEM, "auto", REASONS)
 
 
 def test_message_lists_every_variant_with_its_sentence(error):
@@ -26,11 +28,14 @@ def test_is_a_not_implemented_error(error):
     assert isinstance(error, NotImplementedError)
 
 
-def test_survives_pickling(error):
+@pytest.mark.parametrize(("requested", "reasons"), [("auto", REASONS), ("cute_b", {"cute_b": "this is cpu"})])
+def test_survives_pickling(requested, reasons):
+    error = kvscout.UnsupportedProblem("mqa_logits", PROBLEM, requested, reasons)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kvscout.UnsupportedProblem
     assert str(copy) == str(error)
-    assert (copy.op, copy.problem, copy.requested, copy.reasons) == ("mqa_logits", PROBLEM, "auto", error.reasons)
+    assert f"(variant={requested!r})" in str(copy)
+    assert (copy.op, copy.problem, copy.requested, copy.reasons) == ("mqa_logits", PROBLEM, requested, reasons)
 
 
 def test_reasons_are_its_own():

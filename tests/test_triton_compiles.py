@@ -1,4 +1,4 @@
-"""What the Triton variants put on an H200, compiled on a machine that need not have one.
+"""What the Triton variants put on an H200 (and an A100), compiled on a machine that need not have one.
 
 Numbers come from machine code; whether it computes the right thing is for the cases to say.
 """
@@ -12,6 +12,7 @@ pytestmark = pytest.mark.xdist_group("triton_compiles")
 # One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
 COMPILE = """
 import json, sys, torch
+from dataclasses import replace
 from kvscout.testing.case import SUITE, cases, family
 from kvscout.testing.compiled import compile_launch
 from kvscout.variants import Choice
@@ -28,14 +29,16 @@ for op, names in json.loads(sys.argv[1]).items():
             variant = family(op).load(variant_name)
             if variant.refuses(prepared.problem):
                 continue
-            configs = variant.configs(prepared.problem)
-            for config in configs if case.name in names else configs[:1]:
-                launch = compile_launch(prepared, Choice(variant, config), "sm_90")
-                for kernel in launch.kernels:
-                    counts = {word: kernel.count(word) for word in ("QGMMA", "HGMMA")}
-                    numbers = {word: getattr(kernel, word) for word in ("registers", "stack", "shared")}
-                    found.append(numbers | counts | {"op": op, "case": case.name, "variant": variant_name,
-                                 "config": str(config), "kernels": len(launch.kernels), "torch_ops": launch.torch_ops})
+            for arch in ("sm_90", "sm_80") if case.name in names else ("sm_90",):
+                configs = variant.configs(replace(prepared.problem, arch=arch))
+                for config in configs if case.name in names and arch == "sm_90" else configs[:1]:
+                    launch = compile_launch(prepared, Choice(variant, config), arch)
+                    for kernel in launch.kernels:
+                        counts = {word: kernel.count(word) for word in ("QGMMA", "HGMMA", "FMNMX.NAN")}
+                        numbers = {word: getattr(kernel, word) for word in ("registers", "stack", "shared")}
+                        found.append(numbers | counts | {"op": op, "arch": arch, "case": case.name,
+                                     "variant": variant_name, "config": str(config), "kernels": len(launch.kernels),
+                                     "torch_ops": launch.torch_ops})
 print(json.dumps(found))
 """
 
@@ -51,7 +54,7 @@ CASES = {
     ],
     "pa_decode": [],
 }
-SHARED_MEMORY_OF_SM_90 = 227 << 10
+SHARED_MEMORY = {"sm_90": 227 << 10, "sm_80": 163 << 10}
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +65,11 @@ def compiled(run_python):
 @pytest.mark.slow
 def test_nothing_spills(compiled):
     assert {row["op"] for row in compiled} == set(CASES)
+    assert {row["arch"] for row in compiled} == {"sm_80", "sm_90"}
     for row in compiled:
         assert row["stack"] == 0, row
         assert row["registers"] <= 255, row
-        assert row["shared"] <= SHARED_MEMORY_OF_SM_90, row
+        assert row["shared"] <= SHARED_MEMORY[row["arch"]], row
 
 
 @pytest.mark.slow
@@ -78,8 +82,17 @@ def test_logits_are_one_kernel_and_no_other_device_work(compiled):
 
 
 @pytest.mark.slow
+def test_nan_survives_the_relu(compiled):
+    """The interpreter cannot tell: to it, every maximum keeps NaN."""
+    for row in compiled:
+        if row["op"] == "mqa_logits":
+            assert row["FMNMX.NAN"] > 0, row
+
+
+@pytest.mark.slow
 def test_staged_logits_run_on_the_fp8_matrix_unit(compiled):
-    rows = [row for row in compiled if row["variant"] == "triton_staged" and "-h64-" in row["case"]]
+    staged = [row for row in compiled if row["variant"] == "triton_staged" and row["arch"] == "sm_90"]
+    rows = [row for row in staged if "-h64-" in row["case"]]
     assert rows
     for row in rows:
         assert row["QGMMA"] > 0, row

@@ -23,11 +23,15 @@ from ..testing.case import family
 from ..testing.measure import Measurement, measure_case
 from ..testing.sweep import FAILED, PASSED, SKIPPED, ContextLost
 from . import console
-from .selection import GPU_LOST, UsageError, Work, add_selection, device, select
+from .arguments import UsageError, write_json
+from .selection import GPU_LOST, Work, add_selection, device, select
 
 COLUMNS = (
     "case", "variant", "us hot", "us cold", "min", "spread", "TFLOPS", "TB/s", "roof", "error", "speed-up",
 )  # fmt: skip
+
+WIDE_SPREAD = 0.5
+"""A CPU whose times are spread wider than this was doing something else too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,18 +63,17 @@ def run(args: argparse.Namespace) -> int:
         code, stopped = 130, "interrupted"
     except ContextLost:
         code, stopped = 1, GPU_LOST
+    content = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
+    written = write_json(args.json, content | {"measurements": _records(found)})
     for op, of_op in groupby(found, lambda measurement: measurement.op):
-        _table(op, list(of_op))
+        _table(op, list(of_op), where)
     _means(found)
     failures = [measurement for measurement in found if measurement.status == FAILED]
     for failure in failures:
         console.out(_failure(failure))
     if stopped is not None:
         console.error(stopped)
-    if args.json is not None:
-        content = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
-        args.json.write_text(provenance.dumps(content | {"measurements": _records(found)}) + "\n")
-    return code or int(bool(failures) or not any(measurement.status == PASSED for measurement in found))
+    return code or int(not written or bool(failures) or not any(measurement.status == PASSED for measurement in found))
 
 
 def _time(work: Sequence[Work], where: torch.device, args: argparse.Namespace, found: list[Measurement]) -> None:
@@ -108,15 +111,17 @@ def _speedups(found: Sequence[Measurement]) -> list[float | None]:
     return speedups
 
 
-def _table(op: str, found: Sequence[Measurement]) -> None:
+def _table(op: str, found: Sequence[Measurement], where: torch.device) -> None:
     rows = []
     for m, speedup in zip(found, _speedups(found), strict=True):
         if m.status in (PASSED, FAILED):
             rows.append([m.case, m.variant, *_figures(m), _cell(speedup, "{:.2f}x")])
     console.table(op, COLUMNS, rows)
+    if where.type == "cpu" and any(m.judged is not None and m.judged.spread > WIDE_SPREAD for m in found):
+        console.out(f"the machine was busy: where the spread is over {WIDE_SPREAD:.0%}, the median is unreliable")
     for name in dict.fromkeys(m.variant for m in found if m.status == SKIPPED):
         skipped = [m for m in found if m.variant == name and m.status == SKIPPED]
-        console.out(f"{name} is not timed on {len(skipped)} cases, {skipped[0].message}")
+        console.out(f"{name} is not timed on {console.count(len(skipped), 'case')}, {skipped[0].message}")
 
 
 def _figures(m: Measurement) -> list[str]:

@@ -6,10 +6,12 @@ files, pipes and logs take well.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, TextIO
 
 LINE_EVERY_S = 10.0
@@ -25,15 +27,50 @@ PROSE_WIDTH = 24
 """Characters that a column of sentences needs at least."""
 
 
+class OutputError(Exception):
+    """What a command prints cannot be written; the message says why."""
+
+
+@contextlib.contextmanager
+def _printing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write to the standard output: {error.strerror}") from error
+
+
 def out(text: str) -> None:
     """A line to stdout."""
-    sys.stdout.write(text + "\n")
+    with _printing():
+        sys.stdout.write(text + "\n")
+
+
+def flush() -> None:
+    """Have everything that was printed written."""
+    with _printing():
+        sys.stdout.flush()
+
+
+def give_up() -> None:
+    """Drop what cannot be written to stdout: Python would complain again when it closes it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def error(text: str) -> None:
-    """A line to stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """A line to stderr, where there is one: Python has None for a stream that the shell closed."""
+    if sys.stderr is not None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: "1 case", "2 cases"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def failure(op: str, case: str, variant: str, config: str, message: str) -> str:
@@ -43,9 +80,9 @@ def failure(op: str, case: str, variant: str, config: str, message: str) -> str:
     return f"FAILED {' '.join(filter(None, (op, case, variant, config)))}: {message}"
 
 
-def _rich(stream: TextIO) -> Any:
+def _rich(stream: TextIO | None) -> Any:
     """A rich console for a terminal, or None."""
-    if not stream.isatty():
+    if stream is None or not stream.isatty():
         return None
     try:
         from rich.console import Console

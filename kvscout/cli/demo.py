@@ -9,8 +9,8 @@ which come afterwards. Exit code: 0 all right, 1 a check failed, 2 bad usage, 13
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,45 +25,36 @@ from ..demo.job import run as run_job
 from ..demo.model import Decoder, Shape
 from ..testing import provenance
 from . import console
-from .selection import UsageError, device
+from .arguments import UsageError, add_json, check_json, check_overrides, file_name, seed, whole_number, write_json
+from .selection import device
 
 PACKAGED = Path(demo.__file__).with_name("sample.txt")
 """Read where neither a text is given nor the README is there."""
 
 FAILURES_SHOWN = 5
-HIGHEST = 2**31 - 1
-
-
-def _number(lowest: int) -> Callable[[str], int]:
-    """Reads a whole number that is not too small."""
-
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = lowest - 1
-        if not lowest <= number <= HIGHEST:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {lowest} to {HIGHEST}, got {text!r}")
-        return number
-
-    return read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``demo``."""
     add = parser.add_argument
-    add("text", nargs="?", metavar="TEXT_FILE", type=Path, help="read as bytes (default: the project's README)")
-    add("--steps", metavar="N", type=_number(1), default=64, help="tokens to decode (default: %(default)s)")
+    add("text", nargs="?", metavar="TEXT_FILE", type=file_name, help="read as bytes (default: the project's README)")
+    add("--steps", metavar="N", type=whole_number(1), default=64, help="tokens to decode (default: %(default)s)")
     add(
         "--topk-pages",
         metavar="N",
-        type=_number(2),
+        type=whole_number(2),
         default=32,
         help=f"pages of {PAGE} tokens that a token attends to, its own included (default: %(default)s)",
     )
-    add("--max-tokens", metavar="N", type=_number(1), default=4096, help="read no more bytes (default: %(default)s)")
-    add("--layers", metavar="N", type=_number(1), default=Shape.num_layers, help="layers (default: %(default)s)")
-    add("--seed", metavar="N", type=_number(0), default=0, help="seed of the weights (default: %(default)s)")
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=whole_number(1),
+        default=4096,
+        help="read no more bytes (default: %(default)s)",
+    )
+    add("--layers", metavar="N", type=whole_number(1), default=Shape.num_layers, help="layers (default: %(default)s)")
+    add("--seed", metavar="N", type=seed, default=0, help="seed of the weights (default: %(default)s)")
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -73,16 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--threads",
         metavar="N",
-        type=_number(1),
+        type=whole_number(1),
         default=1,
         help="CPU threads (default: %(default)s; more gain little here and lose much on a busy machine)",
     )
-    add("--every", metavar="N", type=_number(1), default=1, help="decode steps that a line sums up (default: 1)")
-    add("--json", metavar="FILE", type=Path, help="also write every figure and its provenance here")
+    add("--every", metavar="N", type=whole_number(1), default=1, help="decode steps that a line sums up (default: 1)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, run, check, report."""
+    cores = os.cpu_count() or 1
+    if args.threads > cores:
+        raise UsageError(f"--threads: this machine has {console.count(cores, 'core')}, got {args.threads}")
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -92,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        raise UsageError(f"--json: there is no folder {args.json.resolve().parent}")
+    check_overrides()
+    check_json(args.json)
     args.device = None if args.device == "auto" else args.device
     where = device(args)
     prompt = _read(args.text, args.max_tokens)
@@ -107,6 +101,9 @@ def _demo(args: argparse.Namespace) -> int:
     _introduce(prompt, settings, where)
     job = _run(settings, prompt.content, where)
     results = report.by_phase(job, _check(job))
+    source = {"text": prompt.name, "truncated": prompt.truncated, "threads": args.threads}
+    record = provenance.record(where, args.command_line) | source | report.content(results, settings)
+    written = write_json(args.json, record)
     for table in (
         report.steps(results, args.every),
         report.totals(results),
@@ -116,16 +113,12 @@ def _demo(args: argparse.Namespace) -> int:
         console.table(*table)
     console.out(f"\n{report.MEANING}")
     console.out(f"\nThe decoder wrote (noise: its weights are random):\n{job.generated!r}")
-    if args.json is not None:
-        source = {"text": prompt.name, "truncated": prompt.truncated, "threads": args.threads}
-        record = provenance.record(where, args.command_line) | source | report.content(results, settings)
-        args.json.write_text(provenance.dumps(record) + "\n")
     failures = report.failures(results)
     for failure in failures[:FAILURES_SHOWN]:
         console.error(failure)
     if len(failures) > FAILURES_SHOWN:
         console.error(f"... and {len(failures) - FAILURES_SHOWN} more")
-    return int(bool(failures))
+    return int(not written or bool(failures))
 
 
 class Prompt(NamedTuple):
@@ -140,6 +133,8 @@ def _read(path: Path | None, limit: int) -> Prompt:
     """The first ``limit`` bytes of a file."""
     path = path or _default_text()
     try:
+        if path.is_fifo() or path.is_char_device():
+            console.error(f"reading {str(path)!r}, a pipe or device, to its end or for more than {limit} bytes")
         with path.open("rb") as file:
             content = file.read(limit + 1)
     except (OSError, ValueError) as error:
@@ -159,16 +154,20 @@ def _default_text() -> Path:
 def _introduce(prompt: Prompt, settings: Settings, where: torch.device) -> None:
     shape, tokens = settings.shape, len(prompt.content)
     rest = "; the rest is left out (--max-tokens)" if prompt.truncated else ""
-    console.out(f"text     {prompt.name}: {tokens} bytes are as many tokens{rest}")
+    amount = "1 byte is one token" if tokens == 1 else f"{tokens} bytes are as many tokens"
+    console.out(f"text     {prompt.name}: {amount}{rest}")
+    layers = console.count(shape.num_layers, "layer")
     console.out(
-        f"decoder  {shape.num_layers} layers of {shape.num_heads} query and {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}, indexers of {shape.index_heads} heads of {shape.index_dim}, seed {settings.seed}"
+        f"decoder  {layers} of {shape.num_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}, "
+        f"indexers of {shape.index_heads} heads of {shape.index_dim}, seed {settings.seed}"
     )
-    console.out(
-        f"sparse   a token attends to {settings.top_pages} pages of {PAGE} tokens at most, "
-        f"of {-(-(tokens + settings.steps) // PAGE)} at the end"
-    )
-    threads = f"CPU, {torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else "CPU, 1 thread"
+    pages = -(-(tokens + settings.steps) // PAGE)
+    if settings.top_pages < pages:
+        seen = f"{settings.top_pages} pages of {PAGE} tokens at most, of {pages} at the end"
+    else:
+        seen = f"every page of {PAGE} tokens so far, {pages} at the end"
+    console.out(f"sparse   a token attends to {seen}")
+    threads = f"CPU, {console.count(torch.get_num_threads(), 'thread')}"
     console.out(f"device   {provenance.machine(where)['device']} ({threads if where.type == 'cpu' else where.type})")
 
 

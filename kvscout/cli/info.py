@@ -16,6 +16,7 @@ from ..testing import provenance
 from ..testing.case import family, ops
 from ..variants import Family
 from . import console
+from .arguments import wrong_overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +34,10 @@ def run(args: argparse.Namespace) -> int:
         console.table(title, ("item", "value"), [(key, value) for key, value in found[title].items()])
     settings = [(s["name"], s["default"], s["meaning"]) for s in found["settings"]]
     console.table("environment variables", ("name", "default", "meaning"), settings)
-    overrides = [(name, value) for name, value in found["environment"].items() if value is not None]
-    if overrides:
-        console.table("set now", ("name", "value"), overrides)
+    values = found["environment"] | found["unread"]
+    set_now = [(name, value, found["wrong"].get(name)) for name, value in values.items() if value is not None]
+    if set_now:
+        console.table("set now", ("name", "value", "what is wrong"), set_now)
     for op, variants in found["ops"].items():
         rows = [(v["name"], v["unavailable"] or "available", v["summary"]) for v in variants]
         console.table(op, ("variant", "here", "summary"), rows)
@@ -45,11 +47,14 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """Machine, versions, environment, and each op's variants with what keeps them from running."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    unread = env.unread(ops())
     return {
         "machine": provenance.machine(device),
         "versions": provenance.versions(),
         "settings": [vars(setting) for setting in env.SETTINGS],
         "environment": env.current(ops()),
+        "unread": unread,
+        "wrong": wrong_overrides() | dict.fromkeys(unread, "nothing reads it: is it misspelt?"),
         "ops": {op: [_variant(family(op), name, arch_of(device)) for name in family(op).names] for op in ops()},
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
 import shlex
 import sys
@@ -12,11 +11,12 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from .. import __version__
+from ..errors import UnsupportedProblem
 from . import console
-from .selection import UsageError
+from .arguments import UsageError
 
-USAGE, INTERRUPTED, UNREAD = 2, 130, 141
-"""Exit codes beside 0 and 1: bad usage, as argparse has it; Ctrl-C and output that nobody reads, as in shells."""
+FAILED, USAGE, INTERRUPTED, UNREAD = 1, 2, 130, 141
+"""Exit codes beside 0: bad usage as argparse has it; Ctrl-C and output that nobody reads as in shells."""
 
 
 def commands() -> dict[str, ModuleType]:
@@ -50,19 +50,32 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 fine, 1 failed, 2 bad usage, 130 interrupted, 141 output closed."""
     words = sys.argv[1:] if argv is None else list(argv)
-    args = parser().parse_args(words)
-    args.command_line = shlex.join(["kvscout", *words])
+    name = "kvscout"
     try:
+        # Within the try: the commands are imported here.
+        args = parser().parse_args(words)
+        name = f"kvscout {args.command}"
+        args.command_line = shlex.join(["kvscout", *words])
+        if sys.stdout is None:
+            console.error(f"{name}: the standard output is closed, so nothing can be printed")
+            return FAILED
         code = int(args.run(args))
-        sys.stdout.flush()
+        console.flush()
         return code
     except UsageError as error:
-        console.error(f"kvscout {args.command}: {error}")
+        console.error(f"{name}: {error}")
         return USAGE
     except KeyboardInterrupt:
-        console.error(f"kvscout {args.command}: interrupted")
+        console.error(f"{name}: interrupted")
         return INTERRUPTED
+    except UnsupportedProblem as error:
+        console.error(f"{name}: {error}")
+        return FAILED
+    except console.OutputError as error:
+        console.give_up()
+        console.error(f"{name}: {error}")
+        return FAILED
     except BrokenPipeError:
-        # Whoever read the output (head, less) has seen enough. Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read the output (head, less) has seen enough.
+        console.give_up()
         return UNREAD

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..testing.case import Case, cases, family, ops
+from . import arguments
+from .arguments import UsageError
 
 GPU_LOST = "stopped: the last failure broke the GPU's context, and nothing runs on it any more in this process"
-
-
-class UsageError(Exception):
-    """The command line asks for something that is not there; the message says what is."""
 
 
 class Work(NamedTuple):
@@ -31,8 +28,8 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", metavar="SUBSTRING", default="", help="only cases whose name contains this")
     parser.add_argument("--variant", metavar="NAME", help="only this variant")
     add_device(parser)
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the inputs (default: 0)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write every result and its provenance here")
+    parser.add_argument("--seed", metavar="N", type=arguments.seed, default=0, help="seed of the inputs (default: 0)")
+    arguments.add_json(parser)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +50,8 @@ def select(args: argparse.Namespace, levels: Sequence[str]) -> list[Work]:
     Raises:
         UsageError: an op, variant or case that does not exist, or a result file that cannot be written.
     """
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        raise UsageError(f"--json: there is no folder {args.json.resolve().parent}")
+    arguments.check_overrides()
+    arguments.check_json(args.json)
     known = ops()
     for op in args.ops:
         if op not in known:

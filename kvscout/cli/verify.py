@@ -22,7 +22,8 @@ import torch
 from ..testing import limits, provenance
 from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost, Outcome, verify_case
 from . import console
-from .selection import GPU_LOST, UsageError, Work, add_selection, device, select
+from .arguments import UsageError, write_json
+from .selection import GPU_LOST, Work, add_selection, device, select
 
 REASONS_SHOWN = 3
 """Most frequent reasons for refusing that the summary lists per variant."""
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         code, stopped = 130, "interrupted"
     except ContextLost:
         code, stopped = 1, GPU_LOST
+    content = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
+    written = write_json(args.json, content | {"outcomes": [asdict(outcome) for outcome in outcomes]})
     _summarise(outcomes)
     if stopped is not None:
         seen = len({(outcome.op, outcome.case) for outcome in outcomes})
@@ -66,10 +69,7 @@ def run(args: argparse.Namespace) -> int:
     elif not any(outcome.status == PASSED for outcome in outcomes):
         code = 1
         console.error("nothing passed: no selected variant ran to a right result on any selected case")
-    if args.json is not None:
-        content = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
-        args.json.write_text(provenance.dumps(content | {"outcomes": [asdict(outcome) for outcome in outcomes]}) + "\n")
-    return code or int(any(outcome.status == FAILED for outcome in outcomes))
+    return code or int(not written or any(outcome.status == FAILED for outcome in outcomes))
 
 
 def _sweep(work: Sequence[Work], where: torch.device, args: argparse.Namespace, outcomes: list[Outcome]) -> None:
@@ -148,7 +148,7 @@ def _summarise(outcomes: Sequence[Outcome]) -> None:
         reasons += [(op, variant, number, f"{status}: {message}") for (status, message), number in why[:REASONS_SHOWN]]
         if len(why) > REASONS_SHOWN:
             left = sum(number for _, number in why[REASONS_SHOWN:])
-            reasons.append((op, variant, left, f"for {len(why) - REASONS_SHOWN} other reasons"))
+            reasons.append((op, variant, left, "for " + console.count(len(why) - REASONS_SHOWN, "other reason")))
     console.table("verify", ("op", "variant", PASSED, REFUSED, SKIPPED, FAILED, "worst error"), counts)
     if reasons:
         console.table("not run", ("op", "variant", "cases", "reason"), reasons)

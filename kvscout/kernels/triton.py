@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from .. import env
+from .. import env, fp8
 
 INTERPRET = env.triton_interpret()
 """Whether kernels run in Triton's CPU interpreter, whose bf16 arithmetic and ``tl.dot`` give wrong numbers."""
@@ -17,6 +18,33 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc)
+
+
+def has_native_e4m3(arch: str, dtype: torch.dtype) -> bool:
+    """Whether Triton reads and multiplies this e4m3 format on ``arch``.
+
+    Not so on the CPU: its interpreter takes the NaN of e4m3fn for 480 and does not know e4m3fnuz.
+    """
+    if dtype == fp8.FNUZ:
+        return arch == "gfx942"
+    return arch in ("gfx950", "gfx1250") or (arch.startswith("sm_") and int(arch[3:]) >= 89)
+
+
+def e4m3_operand(x: torch.Tensor, native: bool) -> torch.Tensor:
+    """What a kernel is given for an e4m3 tensor: itself, or its bytes for :func:`e4m3_to_float16`."""
+    return x if native else x.view(torch.uint8)
+
+
+@triton.jit
+def e4m3_to_float16(bits, FNUZ: tl.constexpr):
+    """The value of e4m3 bytes, exactly, in integer arithmetic: for hardware that does not know the format."""
+    wide = bits.to(tl.uint16)
+    magnitude = wide & 0x7F
+    # Exponent and mantissa moved to float16's places are worth 2^(7 - 15) of what they stand for, subnormals included.
+    moved = (((wide & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True)
+    value = moved * (128.0 if FNUZ else 256.0)
+    is_nan = (wide == 0x80) if FNUZ else (magnitude == 0x7F)
+    return tl.where(is_nan, float("nan"), value).to(tl.float16)
 
 
 @triton.jit

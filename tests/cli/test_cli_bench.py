@@ -82,6 +82,17 @@ def test_ctrl_c_keeps_what_was_timed(run, monkeypatch):
     assert err == "interrupted\n"
 
 
+@pytest.mark.parametrize(("spread", "noticed"), [(0.5, False), (0.51, True)])
+def test_a_busy_machine_is_noticed(run, monkeypatch, spread, noticed):
+    def measure_case(case, *args, **kwargs):
+        yield Measurement(case.op, case.name, "torch_chunked", PASSED, hot=Timing(1, 2, spread, 5))
+
+    monkeypatch.setattr(bench, "measure_case", measure_case)
+    code, out, _ = run(*ONE)
+    assert code == 0
+    assert out.count("the machine was busy: where the spread is over 50%, the median is unreliable\n") == noticed
+
+
 def test_means_are_geometric_and_of_cases_with_a_baseline(run, monkeypatch):
     """Speed-ups 8 and 2 in two cases; a third has no baseline; roofs 1/2 and 1/8 for the fast one."""
 
@@ -107,7 +118,7 @@ def test_means_are_geometric_and_of_cases_with_a_baseline(run, monkeypatch):
     assert means["triton_fast"] == ["3", "4.00x", "2", "25%"]
     assert means["torch_slow"] == ["2", "1.00x", "2", "-"]
     assert "triton_bad" not in means
-    assert "torch_slow is not timed on 1 cases, too large: so" in out
+    assert "torch_slow is not timed on 1 case, too large: so" in out
 
 
 def test_geometric_mean():

@@ -40,6 +40,19 @@ def test_tables_name_everything(run, monkeypatch):
     assert "KVSCOUT_TOPK_VARIANT  torch_reference" in out
 
 
+def test_variables_that_are_wrong_are_marked(run, monkeypatch):
+    for name, value in (("TOPK_VARIANT", "nonsense"), ("PA_PLAN_VARIANT", "auto"), ("TOKP_VARIANT", "x")):
+        monkeypatch.setenv(f"KVSCOUT_{name}", value)
+    found = json.loads(run("info", "--json")[1])
+    assert found["unread"] == {"KVSCOUT_TOKP_VARIANT": "x"}
+    assert sorted(found["wrong"]) == ["KVSCOUT_TOKP_VARIANT", "KVSCOUT_TOPK_VARIANT"]
+    lines = {cells[0]: cells[1:] for line in run("info")[1].splitlines() if (cells := line.split(maxsplit=2))}
+    assert lines["KVSCOUT_TOPK_VARIANT"][0] == "nonsense"
+    assert lines["KVSCOUT_TOPK_VARIANT"][1].startswith("topk has no variant 'nonsense'; it has torch_")
+    assert lines["KVSCOUT_TOKP_VARIANT"] == ["x", "nothing reads it: is it misspelt?"]
+    assert lines["KVSCOUT_PA_PLAN_VARIANT"] == ["auto", "-"]
+
+
 def test_nothing_set_shows_no_table_of_what_is_set(run, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "set now" not in run("info")[1]

@@ -189,4 +189,4 @@ def test_long_messages_are_cut_and_many_reasons_summed_up(run, monkeypatch):
     assert len(err) < 2000
     lines = [line.split() for line in out.splitlines() if "reason" in line]
     assert lines[1] == ["mqa_logits", "torch_reference", "2", "refused:", "reason", "3"]
-    assert lines[-1] == ["mqa_logits", "torch_reference", "1", "for", "1", "other", "reasons"]
+    assert lines[-1] == ["mqa_logits", "torch_reference", "1", "for", "1", "other", "reason"]

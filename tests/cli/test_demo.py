@@ -1,12 +1,14 @@
 """``kvscout demo``: what it prints and writes, and how it answers to bad usage."""
 
 import json
+import os
 import re
+import threading
 
 import pytest
 import torch
 
-from kvscout.cli import demo
+from kvscout.cli import console, demo
 from kvscout.cli.main import main
 from kvscout.demo import report
 from kvscout.testing.case import family
@@ -50,6 +52,7 @@ def table(output, title):
 def test_output(printed):
     output = printed()
     assert "text.txt: 184 bytes are as many tokens\n" in output
+    assert "sparse   a token attends to 4 pages of 16 tokens at most, of 12 at the end\n" in output
     columns, *lines = table(output, "decode")
     assert columns == ["step", "ms", "tokens/s", *report.FIGURES]
     assert [line[0] for line in lines] == ["1", "2", "3", "4"]
@@ -91,7 +94,8 @@ def test_long_text_is_cut_with_a_notice(printed):
 def test_threads_are_those_asked_for_and_only_for_the_run(printed):
     before = torch.get_num_threads()
     if not torch.cuda.is_available():
-        assert "(CPU, 3 threads)\n" in printed("--threads", "3")
+        cores = os.cpu_count()
+        assert f"(CPU, {console.count(cores, 'thread')})\n" in printed("--threads", str(cores))
         assert "(CPU, 1 thread)\n" in printed()
     assert torch.get_num_threads() == before
 
@@ -137,7 +141,22 @@ def test_one_byte_is_enough(tmp_path, capsys):
     path = tmp_path / "byte"
     path.write_bytes(b"x")
     assert main(["demo", str(path), *SMALL]) == 0
-    assert table(capsys.readouterr().out, "in total")[1][:2] == ["prefill", "1"]
+    output = capsys.readouterr().out
+    assert table(output, "in total")[1][:2] == ["prefill", "1"]
+    first, decoder, sparse, *_ = output.splitlines()
+    assert first.endswith("byte: 1 byte is one token")
+    assert decoder.startswith("decoder  1 layer of 8 ")
+    assert sparse == "sparse   a token attends to every page of 16 tokens so far, 1 at the end"
+
+
+def test_a_pipe_is_read_with_a_notice(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(b"some text",))
+    writer.start()
+    assert demo._read(pipe, 99) == ("pipe", b"some text", False)
+    writer.join()
+    assert capsys.readouterr().err.startswith(f"reading '{pipe}', a pipe or device, ")
 
 
 def test_default_text_is_the_readme_or_the_packaged_one(monkeypatch, tmp_path):
@@ -169,6 +188,7 @@ def test_unreadable_text(name, said, tmp_path, capsys):
         ("--max-tokens", "0"),
         ("--layers", "-1"),
         ("--seed", "-1"),
+        ("--seed", "9223372036854775808"),
         ("--device", "tpu"),
     ],
 )
@@ -179,9 +199,17 @@ def test_bad_options(arguments, text, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-def test_result_file_in_no_folder(text, tmp_path, capsys):
-    assert main(["demo", str(text), "--json", str(tmp_path / "none" / "file.json")]) == 2
-    assert "--json: there is no folder" in capsys.readouterr().err
+def test_an_empty_name_of_a_text(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["demo", ""])
+    assert exit.value.code == 2
+    assert "TEXT_FILE: expected the name of a file, got an empty one" in capsys.readouterr().err
+
+
+def test_more_threads_than_cores(text, capsys):
+    cores = os.cpu_count()
+    assert main(["demo", str(text), "--threads", str(cores + 1)]) == 2
+    assert f"--threads: this machine has {console.count(cores, 'core')}, got {cores + 1}" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

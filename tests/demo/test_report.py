@@ -30,7 +30,7 @@ def test_each_line_has_its_own_steps(results):
     lines = report.steps(results, 2).rows
     assert lines == [
         ["1..2", "30.0", "66.7", "0.625", "0.312", "2.0e-03", "2.0e-02"],
-        ["3..3", "30.0", "33.3", "0.250", "0.125", "1.0e-03", "2.0e-02"],
+        ["3", "30.0", "33.3", "0.250", "0.125", "1.0e-03", "2.0e-02"],
     ]
     assert [line[0] for line in report.steps(results, 1).rows] == ["1", "2", "3"]
 

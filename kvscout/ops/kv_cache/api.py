@@ -124,7 +124,11 @@ def _tensor_and_factor(name: str, scale: torch.Tensor | float | None) -> tuple[t
         return scale, None
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"{name}: expected a torch.Tensor, a number or None, got {type(scale).__name__}")
-    return None, float(scale)
+    try:
+        return None, float(scale)
+    except OverflowError:
+        # An int that no float holds: refused with the other numbers that are out of range.
+        return None, math.inf
 
 
 def run(

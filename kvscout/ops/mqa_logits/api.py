@@ -66,8 +66,8 @@ def fp8_mqa_logits(
         logits[i, j] = k_scale[j] * sum_h weights[i, h] * relu(<q[i, h, :], k[j, :]>)    for s <= j < e
         s = clamp(cu_seq_len_k_start[i], 0, N),  e = clamp(cu_seq_len_k_end[i], s, N)
 
-    Negative, inverted and past-the-end windows are legal; where they cross, they are empty. Rows do not influence one
-    another, and a row's values do not depend on how the work was split.
+    Negative, inverted and past-the-end windows are legal; where they cross, they are empty. NaN stays NaN. On a GPU a
+    logit's bits depend on its own row and key alone; plain torch may round it differently in another batch.
 
     Args:
         q: e4m3 ``[S, H, D]``, H in 8, 16, 32, 64, 128 and D in 32, 64, 128, 256, 512. Any row and head stride that is
@@ -90,8 +90,8 @@ def fp8_mqa_logits(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, stride or device; the message names it.
         UnsupportedProblem: no variant, or not the one asked for, serves this call.
 
-    All tensors live on one device. Never synchronises with the host; capturable in a CUDA graph; a captured call
-    follows windows that change on the device. Works under ``torch.compile(fullgraph=True)``.
+    All tensors live on one device. Not differentiable. Never synchronises with the host; capturable in a CUDA graph; a
+    captured call follows windows that change on the device. Works under ``torch.compile(fullgraph=True)``.
 
     Source: DeepSeek-V3.2's indexer; name and argument order follow DeepGEMM's function of the same name.
 
@@ -104,7 +104,7 @@ def fp8_mqa_logits(
         [[False, False, False, True, True], [True, False, False, False, False]]
     """
     if not isinstance(kv, tuple) or len(kv) != 2:
-        raise TypeError(f"kv: expected the pair (k, k_scale), got {type(kv).__name__}")
+        raise TypeError(f"kv: expected the pair (k, k_scale), got {_described(kv)}")
     k, k_scale = kv
     if out is None:
         checks.tensor("q", q, ("S", "H", "D"), fp8.E4M3)
@@ -113,6 +113,10 @@ def fp8_mqa_logits(
     call = torch_ops.traced("mqa_logits") if torch.compiler.is_compiling() else run
     call(q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, q_scale, out, clean_logits, variant)
     return out
+
+
+def _described(kv: object) -> str:
+    return f"{len(kv)} of them" if isinstance(kv, tuple) else type(kv).__name__
 
 
 def _new_logits(q: torch.Tensor, num_keys: int) -> torch.Tensor:
@@ -143,6 +147,7 @@ def run(
 def check(args: Args, clean_logits: bool) -> Problem:
     """Check every argument of a call and describe it."""
     q, k, k_scale, weights, ks, ke, q_scale, out = args
+    checks.boolean("clean_logits", clean_logits)
     checks.tensor("q", q, ("S", "H", "D"), fp8.E4M3)
     num_rows, num_heads, head_dim = q.shape
     checks.one_of("q: number of heads H", num_heads, NUM_HEADS)
@@ -156,7 +161,8 @@ def check(args: Args, clean_logits: bool) -> Problem:
     checks.tensor("out", out, (num_rows, num_keys), torch.float32, q.device)
     checks.rows_aligned("q", q)
     checks.rows_aligned("kv[0]", k)
-    for name, vector in (("kv[1]", k_scale), ("weights", weights), ("out", out)):
+    checks.rows_apart("out", out)
+    for name, vector in (("kv[1]", k_scale), ("weights", weights)):
         checks.last_dim_contiguous(name, vector)
     for name, vector in (("cu_seq_len_k_start", ks), ("cu_seq_len_k_end", ke)):
         checks.last_dim_contiguous(name, vector)

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import device
+from ... import device, fp8
+from ...kernels.triton import e4m3_to_float16, has_native_e4m3
 from .api import Problem
 
 # Programs to start per multiprocessor, so that causal rows of unequal length even out.
@@ -15,12 +16,8 @@ PROGRAMS_PER_SM = 8
 
 def fp8_refusal(problem: Problem) -> str | None:
     """Why a Triton variant cannot multiply this e4m3 format on this architecture."""
-    if problem.fnuz and problem.arch == "cpu":
-        return "Triton's CPU interpreter has no e4m3fnuz"
     if problem.fnuz and problem.arch.startswith("sm_"):
         return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
-    if problem.arch.startswith("sm_") and int(problem.arch[3:]) < 89:
-        return f"e4m3 matrix products need sm_89 or newer; this is {problem.arch}"
     if not problem.fnuz and problem.arch == "gfx942":
         return "gfx942 multiplies e4m3fnuz only; quantise to float8_e4m3fnuz"
     return None
@@ -34,6 +31,25 @@ def tiles_per_program(gpu: torch.device, row_blocks: int, num_keys: int, block_k
     tiles = -(-num_keys // block_kv)
     splits = -(-PROGRAMS_PER_SM * device.num_sms(gpu) // row_blocks)
     return max(-(-tiles // splits), min(least, tiles))
+
+
+def is_native(problem: Problem) -> bool:
+    """Whether this e4m3 format is multiplied as it is; otherwise, by way of float16, which holds it exactly."""
+    return has_native_e4m3(problem.arch, fp8.FNUZ if problem.fnuz else fp8.FN)
+
+
+@triton.jit
+def operand(x, NATIVE: tl.constexpr, FNUZ: tl.constexpr):
+    """e4m3 elements, or their bytes, as something to multiply."""
+    if not NATIVE:
+        x = e4m3_to_float16(x, FNUZ)
+    return x
+
+
+@triton.jit
+def relu(x):
+    """``max(x, 0)``; NaN stays NaN."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

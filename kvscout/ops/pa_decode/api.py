@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -199,8 +198,10 @@ def pa_decode(
             for another call; the message names it.
         UnsupportedProblem: no variant, or not the one asked for, serves this call.
 
-    All tensors live on one device. Lengths and table entries are not checked there. Memory that no token of a sequence
-    owns (the tail of its last page, other pages and their scales) may hold NaN.
+    All tensors live on one device. Not differentiable. Lengths and table entries are not checked there: a table must
+    cover its sequence's length. Memory that no token of a sequence owns (the tail of its last page, other pages and
+    their scales) may hold NaN, and so may pages that lie before every window. What the sequence's own tokens hold must
+    be finite: a NaN or infinite key or value can spoil each of the sequence's rows, also those that do not see it.
 
     Never synchronises with the host; capturable in a CUDA graph, whose replays follow a plan, lengths and tables that
     are refreshed in place. Works under ``torch.compile(fullgraph=True)``. Partial results go through scratch that the
@@ -223,7 +224,7 @@ def pa_decode(
     if not isinstance(work_plan, PADecodePlan):
         raise TypeError(f"work_plan: expected a PADecodePlan, got {type(work_plan).__name__}")
     if max_context_length is not None:
-        checks.integer("max_context_length", max_context_length, 1)
+        checks.integer("max_context_length", max_context_length, 0)
     key_scale, key_factor = _tensor_and_factor(key_scale)
     value_scale, value_factor = _tensor_and_factor(value_scale)
     call = Call(
@@ -263,8 +264,9 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
     output, query, lengths, block_tables = call.output, call.query, call.context_lengths, call.block_tables
     sinks, lse, query_length = call.sinks, call.lse, call.query_length
     checks.integer("query_length", query_length, 1, INT32_MAX)
+    checks.boolean("causal", call.causal)
     checks.integer("sliding_window", call.sliding_window, -1, INT64_MAX)
-    _finite("softmax_scale", call.softmax_scale)
+    checks.number("softmax_scale", call.softmax_scale)
     checks.tensor("query", query, ("B * QL", "Hq", "D"), DTYPES)
     num_rows, num_heads, head_dim = query.shape
     device = query.device
@@ -381,7 +383,7 @@ def _pages(call: Call, planned_heads: int) -> paging.Pages:
 def _scale(name: str, scale: Tensor | None, factor: float | None, kv: paging.Pages) -> tuple[Tensor | None, str]:
     """A scale tensor and its kind; a per-token one as ``[blocks, Hkv, page]``."""
     if factor is not None:
-        _finite(name, factor)
+        checks.number(name, factor)
     if kv.dtype not in fp8.E4M3 and (scale is not None or factor is not None):
         raise ValueError(f"{name}: expected none with caches of {kv.dtype}, which are not quantised")
     if scale is None:
@@ -396,13 +398,6 @@ def _scale(name: str, scale: Tensor | None, factor: float | None, kv: paging.Pag
         )
     checks.tensor(name, scale, tuple(scale.shape), torch.float32, kv.keys.device)
     return (scale.squeeze(-1) if scale.dim() == 4 else scale), kind
-
-
-def _finite(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
 def _scratch(problem: Problem, device: torch.device, plan_scratch: Scratch | None) -> tuple[Tensor, Tensor]:

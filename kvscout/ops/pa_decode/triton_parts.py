@@ -1,4 +1,4 @@
-"""Device code that the Triton variants of ``pa_decode`` share: e4m3 without hardware, and the merge of partial results.
+"""Device code that the Triton variants of ``pa_decode`` share: the merge of partial results.
 
 A partial result is an output that is not divided by its denominator, and two numbers: the largest logit (natural units,
 -inf where nothing was visible) and the sum of exponentials relative to it.
@@ -21,25 +21,6 @@ ROWS_PER_PROGRAM = 16
 
 # float32 values of partial outputs that a program of the merge holds at a time.
 MERGE_BLOCK = 4096
-
-
-def has_native_e4m3(arch: str, dtype: torch.dtype) -> bool:
-    """Whether Triton converts this e4m3 format in hardware (or, on the CPU, in its interpreter)."""
-    if dtype == torch.float8_e4m3fnuz:
-        return arch == "gfx942"
-    return arch in ("cpu", "gfx950", "gfx1250") or (arch.startswith("sm_") and int(arch[3:]) >= 89)
-
-
-@triton.jit
-def e4m3_to_float16(bits, FNUZ: tl.constexpr):
-    """The value of e4m3 bytes, exactly, in integer arithmetic: for hardware that does not know the format."""
-    wide = bits.to(tl.uint16)
-    magnitude = wide & 0x7F
-    # Exponent and mantissa moved to float16's places are worth 2^(7 - 15) of what they stand for, subnormals included.
-    moved = (((wide & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True)
-    value = moved * (128.0 if FNUZ else 256.0)
-    is_nan = (wide == 0x80) if FNUZ else (magnitude == 0x7F)
-    return tl.where(is_nan, float("nan"), value).to(tl.float16)
 
 
 @triton.jit

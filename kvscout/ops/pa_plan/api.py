@@ -110,7 +110,7 @@ def plan_pa_decode(
         [[0, 0, 1, 1000], [0, 1, 2, 1000], [0, 2, 4, 1000], [2, 0, 1, 300], [2, 1, 2, 300], [0, 0, 0, 0]]
     """
     checks.tensor("context_lengths", context_lengths, ("B",), torch.int32)
-    checks.integer("num_kv_heads", num_kv_heads, 1)
+    checks.integer("num_kv_heads", num_kv_heads, 1, INT32_MAX)
     checks.integer("sliding_window", sliding_window, -1, INT64_MAX)
     checks.integer("query_length", query_length, 1, INT32_MAX)
     if max_partitions is not None:

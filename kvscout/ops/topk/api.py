@@ -94,7 +94,7 @@ def topk_indices(
     """
     if out is None:
         checks.tensor("logits", logits, ("S", "N"), LOGITS_DTYPES)
-        checks.integer("k", k, 1)
+        checks.integer("k", k, 1, MAX_COLUMNS)
         out = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
     call = torch_ops.traced("topk") if torch.compiler.is_compiling() else run
     call(logits, starts, ends, out, k, sorted, variant)
@@ -124,7 +124,8 @@ def check(args: Args, k: int, sorted: bool) -> Problem:
     checks.tensor("logits", logits, ("S", "N"), LOGITS_DTYPES)
     num_rows, num_keys = logits.shape
     checks.integer("logits: number of columns N", num_keys, 0, MAX_COLUMNS)
-    checks.integer("k", k, 1)
+    checks.integer("k", k, 1, MAX_COLUMNS)
+    checks.boolean("sorted", sorted)
     for name, bound in (("starts", ks), ("ends", ke)):
         if bound is not None:
             checks.tensor(name, bound, (num_rows,), torch.int32, logits.device)

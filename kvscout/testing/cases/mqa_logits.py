@@ -21,6 +21,9 @@ from ..windows import windows
 MATRIX_UNIT_ERROR = 1e-3
 FLOAT32_ERROR = 2e-6
 
+# A NaN of e4m3fn.
+NAN_BITS = 0x7F
+
 # Rows of a large case that are compared with float64; its -inf and NaN positions are compared in every row.
 SAMPLED_DOTS = 1 << 27
 
@@ -31,7 +34,8 @@ class MqaLogitsCase:
 
     Attributes:
         windows: a kind of :func:`kvscout.testing.windows.windows`; "packed" has ``sequences`` of them.
-        values: "normal", "negative" (no dot product is positive), "ties" (few distinct values), "magnitudes".
+        values: "normal", "negative" (no dot product is positive), "ties" (few distinct values), "magnitudes", "nan"
+            (one query row and every seventh key hold a NaN).
     """
 
     rows: int
@@ -67,6 +71,9 @@ class MqaLogitsCase:
         k = self._values((self.keys, self.dim * (1 + self.strided)), generator).to(dtype)[:, : self.dim]
         if self.values == "negative":
             q, k = q.float().abs().to(dtype), (-k.float().abs()).to(dtype)
+        if self.values == "nan":
+            q.view(torch.uint8)[self.rows // 2, self.heads // 3, 1] = NAN_BITS
+            k.view(torch.uint8)[::7, self.dim - 1] = NAN_BITS
         k_scale = torch.rand(self.keys, generator=generator, device=device) + 0.5
         width = self.heads + 3 * self.strided
         weights = torch.randn(self.rows, width, generator=generator, device=device)[:, : self.heads]
@@ -95,7 +102,8 @@ class MqaLogitsCase:
 
     def _compare(self, args: api.Args, variant: str) -> Comparison:
         inside = window(args.ks, args.ke, self.keys)
-        positions = torch.where(inside, 0.0, float("-inf" if self.clean else "nan"))
+        outside = float("-inf" if self.clean else "nan")
+        positions = torch.where(inside, self._nan_inside(args), outside)
         found = close("positions", torch.where(inside & args.out.isfinite(), 0.0, args.out), positions, Budget(0, 0))
         if not found.ok:
             return found
@@ -104,10 +112,17 @@ class MqaLogitsCase:
         rows = torch.linspace(0, self.rows - 1, count, device=inside.device).long().unique()
         q, k, k_scale, weights, ks, ke, q_scale, out = args
         some = (q[rows], k, k_scale, weights[rows], ks[rows], ke[rows], None if q_scale is None else q_scale[rows])
-        expected = torch.where(inside[rows], reference(*some), positions[rows].double())
+        expected = torch.where(inside[rows], reference(*some), outside)
         extra = FLOAT32_ERROR if variant.startswith("torch") or not out.is_cuda else MATRIX_UNIT_ERROR
-        same = torch.where(inside[rows], reference(*some, dtype=torch.float32), positions[rows])
+        same = torch.where(inside[rows], reference(*some, dtype=torch.float32), outside)
         return close("logits", out[rows], expected, Budget.from_same_precision(same, expected, extra))
+
+    def _nan_inside(self, args: api.Args) -> torch.Tensor:
+        """``[S, N]``: NaN where a row or a key holds one, 0 elsewhere."""
+        if self.values != "nan":
+            return torch.zeros_like(args.out)
+        of_rows = args.q.float().isnan().any(2).any(1)
+        return torch.where(of_rows[:, None] | args.k.float().isnan().any(1), float("nan"), 0.0)
 
 
 def _suite() -> Iterator[MqaLogitsCase]:
@@ -117,8 +132,9 @@ def _suite() -> Iterator[MqaLogitsCase]:
     for clean in (True, False):
         for kind in ("full", "cp", "misaligned", "empty", "past_end"):
             yield MqaLogitsCase(19, 131, 16, 64, clean, kind, level=SUITE)
-    for values in ("negative", "ties", "magnitudes"):
+    for values in ("negative", "ties", "magnitudes", "nan"):
         yield MqaLogitsCase(5, 70, 32, 64, True, "misaligned", values, level=SUITE)
+    yield MqaLogitsCase(18, 90, 16, 64, False, "misaligned", "nan", level=SUITE)
     yield MqaLogitsCase(1, 1, 8, 32, level=SUITE)
     yield MqaLogitsCase(1, 300, 64, 128, False, "misaligned", level=SUITE)
     yield MqaLogitsCase(20, 16, 16, 64, windows="past_end", level=SUITE)

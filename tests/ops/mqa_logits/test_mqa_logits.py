@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvscout import UnsupportedProblem, fp8_mqa_logits
 from kvscout.ops.mqa_logits.api import FAMILY, Args, Problem, check
@@ -156,6 +157,13 @@ BAD = {
         out=lambda c: torch.empty(5, 70, dtype=torch.bfloat16)
     ),
     "out: expected on cpu, like the other tensors, got meta": replaced(out=lambda c: torch.empty(5, 70, device="meta")),
+    "out: expected rows at least 70 elements apart": replaced(
+        out=lambda c: torch.empty(140).as_strided((5, 70), (2, 1))
+    ),
+    "q_scale: expected a contiguous last dimension": replaced(q_scale=lambda c: torch.ones(5, 32)[:, ::2]),
+    "clean_logits: expected a bool, got str": replaced(clean_logits=lambda c: "no"),
+    "kv: expected the pair (k, k_scale), got 3 of them": replaced(kv=lambda c: (*c["kv"], c["kv"][1])),
+    "variant: expected a str, got list": replaced(variant=lambda c: []),
     "variant: mqa_logits has no variant 'fastest'": replaced(variant=lambda c: "fastest"),
 }
 
@@ -177,7 +185,7 @@ def test_a_named_variant_never_falls_back():
 @pytest.mark.parametrize(
     ("arch", "fnuz", "sentence"),
     [
-        ("sm_80", False, "e4m3 matrix products need sm_89 or newer; this is sm_80"),
+        ("sm_80", False, None),
         ("sm_90", True, "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"),
         ("gfx942", False, "gfx942 multiplies e4m3fnuz only; quantise to float8_e4m3fnuz"),
         ("sm_90", False, None),
@@ -196,6 +204,48 @@ def test_the_environment_names_a_variant(monkeypatch):
     with pytest.raises(UnsupportedProblem, match="triton_staged"):
         fp8_mqa_logits(**make(dim=512))
     assert fp8_mqa_logits(**make(dim=512), variant="torch_chunked").shape == (5, 70)
+
+
+def test_a_wrong_name_in_the_environment_is_told(monkeypatch):
+    monkeypatch.setenv("KVSCOUT_MQA_LOGITS_VARIANT", "nonsense")
+    with pytest.raises(ValueError, match="KVSCOUT_MQA_LOGITS_VARIANT: mqa_logits has no variant 'nonsense'"):
+        fp8_mqa_logits(**make())
+
+
+def test_results_carry_no_gradient():
+    call = make()
+    call["weights"].requires_grad_()
+    assert not fp8_mqa_logits(**call).requires_grad
+
+
+def test_tensors_without_memory_are_not_offered_to_triton():
+    problem = Problem("meta", 5, 70, 16, 64, clean_logits=True)
+    assert FAMILY.choose(problem).variant.name == "torch_chunked"
+    assert "these tensors are on meta" in FAMILY.refusal("triton_staged", problem)
+
+
+def test_memory_is_bounded_by_the_budget_not_by_the_keys():
+    """Two million keys: masks of whole rows would take 4 MB each for two rows, and far more for a block of rows."""
+    call = make(rows=64, keys=2_000_000, heads=8, dim=32)
+    call["cu_seq_len_k_end"] = torch.full((64,), 1000).int()
+    out = torch.empty(64, 2_000_000)
+    with TensorBytes() as seen:
+        fp8_mqa_logits(**call, out=out, clean_logits=False)
+    assert 0 < seen.largest <= 4 << 20
+
+
+class TensorBytes(TorchDispatchMode):
+    """The largest new tensor that an operation made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            if result.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, result.nbytes)
+        return result
 
 
 def test_the_cpu_default_is_the_bounded_variant():

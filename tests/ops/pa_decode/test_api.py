@@ -8,6 +8,7 @@ import torch
 
 from kvscout import UnsupportedProblem, pa_decode, paging, plan_pa_decode
 from kvscout.ops.pa_decode import api
+from kvscout.ops.pa_decode.variants import torch_reference
 
 FN = torch.float8_e4m3fn
 LAYOUTS = pytest.mark.parametrize("layout", paging.LAYOUTS)
@@ -95,7 +96,16 @@ BAD = {
     "block_tables: expected a contiguous last dimension": widened("block_tables"),
     "block_tables: expected on cpu": elsewhere("block_tables"),
     "softmax_scale: expected a number, got Tensor": replaced(softmax_scale=lambda c: torch.ones(())),
-    "softmax_scale: expected a finite number, got nan": replaced(softmax_scale=lambda c: math.nan),
+    "softmax_scale: expected a finite number within float32's range, got nan": replaced(
+        softmax_scale=lambda c: math.nan
+    ),
+    "softmax_scale: expected a finite number within float32's range, got 1e+300": replaced(
+        softmax_scale=lambda c: 1e300
+    ),
+    "softmax_scale: expected a finite number within float32's range, got 1000": replaced(
+        softmax_scale=lambda c: 10**400
+    ),
+    "causal: expected a bool, got str": replaced(causal=lambda c: "no"),
     "query_length: expected from 1 to 2147483647, got 0": replaced(query_length=lambda c: 0),
     "query_length: expected an int, got float": replaced(query_length=lambda c: 1.0),
     "work_plan: expected a PADecodePlan, got NoneType": replaced(work_plan=lambda c: None),
@@ -125,7 +135,7 @@ BAD = {
     "lse: expected dtype torch.float32, got torch.bfloat16": replaced(lse=lambda c: torch.ones(3, 4).bfloat16()),
     "lse: expected a contiguous last dimension": replaced(lse=lambda c: torch.ones(4, 3).T),
     "lse: expected on cpu": replaced(lse=lambda c: torch.ones(3, 4, device="meta")),
-    "max_context_length: expected at least 1, got 0": replaced(max_context_length=lambda c: 0),
+    "max_context_length: expected at least 0, got -1": replaced(max_context_length=lambda c: -1),
     "max_context_length: expected an int, got float": replaced(max_context_length=lambda c: 1.0),
     "variant: pa_decode has no variant 'fastest'": replaced(variant=lambda c: "fastest"),
 }
@@ -143,7 +153,7 @@ BAD_SCALES = {
     "expected 1 element, shape [2] or shape [{blocks}, 2, 16], got [3]": torch.ones(3),
     "expected 1 element, shape [2] or shape [{blocks}, 2, 16], got [1, 2]": torch.ones(1, 2),
     "expected on cpu": torch.ones(2, device="meta"),
-    "expected a finite number, got inf": math.inf,
+    "expected a finite number within float32's range, got inf": math.inf,
     "expected a number, got str": "1",
 }
 
@@ -299,3 +309,26 @@ def test_the_cpu_default_is_plain_torch(make):
     tensors |= {name: getattr(plan, name) for name in ("work_info", "reduce_info", "arrival_counters")}
     problem, _ = api.check(api.Call(**tensors, plan_numbers=api.plan_numbers(plan)))
     assert api.FAMILY.choose(problem).variant.name == "torch_reference"
+
+
+def test_partial_results_go_through_the_plan(make):
+    call = make((1000,))
+    partial_out, _ = call["work_plan"].scratch(2, 64)
+    partial_out.fill_(float("nan"))
+    pa_decode(**call, variant="triton_tile")
+    count = int(call["work_plan"].reduce_info[0, 1])
+    assert count > 1
+    assert partial_out[:count].isfinite().all()
+
+
+def test_one_long_sequence_does_not_widen_the_others(make, monkeypatch):
+    """The CPU default gathers what each sequence needs: short ones beside a long one are not made as long."""
+    gathered, original = [], torch_reference._gather
+
+    def gather(cache, head_dim, tables, *args):
+        gathered.append(tables.numel())
+        return original(cache, head_dim, tables, *args)
+
+    monkeypatch.setattr(torch_reference, "_gather", gather)
+    pa_decode(**make((100_000, *[16] * 31)), variant="torch_reference")
+    assert sum(gathered) == 2 * (100_000 // 16 + 31)

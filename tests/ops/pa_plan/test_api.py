@@ -79,7 +79,7 @@ def test_a_plan_is_not_used_with_other_arguments(change, message):
         ({"context_lengths": LENGTHS.long()}, TypeError, "context_lengths: expected dtype torch.int32, got .*int64"),
         ({"context_lengths": LENGTHS[:, None]}, ValueError, r"context_lengths: expected shape \[B\], got \[3, 1\]"),
         ({"context_lengths": LENGTHS[::2]}, ValueError, r"context_lengths: .* contiguous tensor, got strides \(2,\)"),
-        ({"num_kv_heads": 0}, ValueError, "num_kv_heads: expected at least 1, got 0"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads: expected from 1 to 2147483647, got 0"),
         ({"num_kv_heads": 1.0}, TypeError, "num_kv_heads: expected an int, got float"),
         ({"max_partitions": 0}, ValueError, "max_partitions: expected from 1 to 2147483647, got 0"),
         ({"workgroup_budget": 0}, ValueError, "workgroup_budget: expected from 1 to 2147483647, got 0"),

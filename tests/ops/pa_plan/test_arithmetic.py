@@ -99,3 +99,12 @@ def test_minus_one_and_zero_are_no_window():
     plans = [plan_pa_decode(lengths, 1, sliding_window=window) for window in (0, -1)]
     assert plans[0].sliding_window == plans[1].sliding_window == 0
     assert torch.equal(plans[0].work_info, plans[1].work_info)
+
+
+def test_the_widest_window_with_many_queries_sees_everything(variant, device):
+    lengths = int32([INT32_MAX, 300, 0]).to(device)
+    split = {"max_partitions": 4, "workgroup_budget": 8}
+    widest = plan_pa_decode(lengths, 1, **split, sliding_window=2**63 - 1, query_length=8, variant=variant)
+    unlimited = plan_pa_decode(lengths, 1, **split, query_length=8, variant=variant)
+    assert rows(widest.work_info) == rows(unlimited.work_info)
+    assert rows(widest.reduce_info) == rows(unlimited.reduce_info)

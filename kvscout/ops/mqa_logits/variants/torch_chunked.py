@@ -40,22 +40,24 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     for row in range(0, problem.num_rows, block_rows):
         rows = slice(row, row + block_rows)
         q, ks, ke, out = args.q[rows].float(), args.ks[rows], args.ke[rows], args.out[rows]
-        inside = window(ks, ke, problem.num_keys)
+        start, end = _key_range(problem, ks, ke)
         if problem.clean_logits:
-            out.masked_fill_(~inside, float("-inf"))
-        for key in range(*_key_range(problem, inside), config.block_kv):
-            keys = slice(key, key + config.block_kv)
+            out[:, :start] = out[:, end:] = float("-inf")
+        for key in range(start, end, config.block_kv):
+            keys = slice(key, min(key + config.block_kv, end))
             dots = (q.flatten(0, 1) @ args.k[keys].float().T).relu_().unflatten(0, q.shape[:2])
             logits = (weights[rows, None] @ dots)[:, 0] * args.k_scale[keys]
-            out[:, keys] = torch.where(inside[:, keys], logits, out[:, keys])
+            inside = window(ks, ke, problem.num_keys, keys)
+            out[:, keys] = torch.where(inside, logits, float("-inf") if problem.clean_logits else out[:, keys])
 
 
-def _key_range(problem: Problem, inside: torch.Tensor) -> tuple[int, int]:
+def _key_range(problem: Problem, ks: torch.Tensor, ke: torch.Tensor) -> tuple[int, int]:
     """First and last key that any row of the block sees; all keys where looking would stop a GPU."""
     if problem.arch != "cpu":
         return 0, problem.num_keys
-    seen = inside.any(0).nonzero()
-    return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
+    start, end = ks.clamp(0, problem.num_keys), ke.clamp(max=problem.num_keys)
+    seen = start < end
+    return (int(start[seen].min()), int(end[seen].max())) if seen.any() else (0, 0)
 
 
 VARIANT = Variant(

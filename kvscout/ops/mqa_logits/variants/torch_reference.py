@@ -39,9 +39,9 @@ def reference(
     return logits.masked_fill(~window(ks, ke, k.shape[0]), float("-inf"))
 
 
-def window(ks: torch.Tensor, ke: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """bool ``[S, N]``: the columns that a row scores."""
-    column = torch.arange(num_keys, device=ks.device)
+def window(ks: torch.Tensor, ke: torch.Tensor, num_keys: int, columns: slice = slice(None)) -> torch.Tensor:
+    """bool ``[S, columns]``: which of the columns, of all N unless told otherwise, a row scores."""
+    column = torch.arange(*columns.indices(num_keys), device=ks.device)
     start = ks.clamp(0, num_keys)
     return (column >= start[:, None]) & (column < ke.clamp(max=num_keys)[:, None])
 

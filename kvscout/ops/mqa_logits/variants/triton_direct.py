@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from ....kernels.triton import e4m3_operand
 from ....variants import Variant
 from ..api import Args, Problem
-from ..triton_parts import fill_neg_inf, fp8_refusal, load_window, tiles_per_program
+from ..triton_parts import fill_neg_inf, fp8_refusal, is_native, load_window, operand, relu, tiles_per_program
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Config:
 
 
 def _default_config(problem: Problem) -> Config:
+    if problem.head_dim > 256 and not is_native(problem):
+        # float16 operands are twice as wide: anything else spills on sm_80.
+        return Config(block_kv=32, num_warps=8, num_stages=2)
     return Config(block_kv=64 if problem.head_dim > 128 else 128)
 
 
@@ -47,7 +51,7 @@ def _kernel(
     q, k, k_scale, weights, q_scale, ks, ke, out,
     num_keys, q_row, q_head, k_row, w_row, qs_row, out_row, keys_per_program,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_KV: tl.constexpr,
-    CLEAN: tl.constexpr, HAS_Q_SCALE: tl.constexpr,
+    CLEAN: tl.constexpr, HAS_Q_SCALE: tl.constexpr, NATIVE: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
     # The last rows see the most keys under a causal window: they start first.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -68,6 +72,7 @@ def _kernel(
         is_head = head < HEADS
         dim = tl.arange(0, DIM)
         queries = tl.load(q + at * q_row + head[:, None] * q_head + dim[None, :], mask=is_head[:, None], other=0.0)
+        queries = operand(queries, NATIVE, FNUZ)
         weight = tl.load(weights + at * w_row + head, mask=is_head, other=0.0)
         if HAS_Q_SCALE:
             weight *= tl.load(q_scale + at * qs_row + head, mask=is_head, other=0.0)
@@ -77,8 +82,8 @@ def _kernel(
             inside = (key >= begin) & (key < stop)
             keys = tl.load(k + key.to(tl.int64)[None, :] * k_row + dim[:, None], mask=inside[None, :], other=0.0)
             scale = tl.load(k_scale + key, mask=inside, other=0.0)
-            dots = tl.dot(queries, keys)  # [PADDED_HEADS, BLOCK_KV]
-            logits = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0) * scale
+            dots = tl.dot(queries, operand(keys, NATIVE, FNUZ))  # [PADDED_HEADS, BLOCK_KV]
+            logits = tl.sum(relu(dots) * weight[:, None], 0) * scale
             tl.store(out + at * out_row + key, logits, mask=inside)
 
 
@@ -86,12 +91,15 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     q, k, k_scale, weights, ks, ke, q_scale, out = args
     tiles = tiles_per_program(q.device, problem.num_rows, problem.num_keys, config.block_kv, config.least_tiles)
     keys_per_program = tiles * config.block_kv
+    native = is_native(problem)
     _kernel[(problem.num_rows, triton.cdiv(problem.num_keys, keys_per_program))](
-        q, k, k_scale, weights, weights if q_scale is None else q_scale, ks, ke, out,
+        e4m3_operand(q, native), e4m3_operand(k, native), k_scale,
+        weights, weights if q_scale is None else q_scale, ks, ke, out,
         problem.num_keys, q.stride(0), q.stride(1), k.stride(0), weights.stride(0),
         0 if q_scale is None else q_scale.stride(0), out.stride(0), keys_per_program,
         HEADS=problem.num_heads, PADDED_HEADS=max(16, problem.num_heads), DIM=problem.head_dim,
         BLOCK_KV=config.block_kv, CLEAN=problem.clean_logits, HAS_Q_SCALE=problem.has_q_scale,
+        NATIVE=native, FNUZ=problem.fnuz,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

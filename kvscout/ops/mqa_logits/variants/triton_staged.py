@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from ....kernels.triton import e4m3_operand
 from ....variants import Variant
 from ..api import Args, Problem
-from ..triton_parts import fill_neg_inf, fp8_refusal, load_window, tiles_per_program
+from ..triton_parts import fill_neg_inf, fp8_refusal, is_native, load_window, operand, relu, tiles_per_program
 
 MAX_HEAD_DIM = 256
 
@@ -51,6 +52,9 @@ def _default_config(problem: Problem) -> Config:
     # 128 columns a product were best (64 took 8 to 17% longer, 256 up to 7%), unless the rows run out.
     fits = [r for r in _row_choices(problem) if r * problem.num_heads <= 128 and r <= problem.num_rows]
     rows = max(fits, default=1)
+    if problem.head_dim > 128 and not is_native(problem):
+        # float16 operands are twice as wide: anything else spills on sm_80.
+        return Config(rows, num_warps=8, num_stages=2)
     # Wide tiles took 1% more to 6% less time at H64, and 5 to 9% more at H32.
     return Config(rows, block_kv=128, num_warps=8) if problem.num_heads >= 64 else Config(rows)
 
@@ -72,7 +76,7 @@ def _kernel(
     q, k, k_scale, weights, q_scale, ks, ke, out,
     num_rows, num_keys, q_row, q_head, k_row, w_row, qs_row, out_row, keys_per_program,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
-    CLEAN: tl.constexpr, HAS_Q_SCALE: tl.constexpr,
+    CLEAN: tl.constexpr, HAS_Q_SCALE: tl.constexpr, NATIVE: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
     # The last rows see the most keys under a causal window: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -98,6 +102,7 @@ def _kernel(
         queries = tl.load(
             q + (column_row * q_row + head * q_head)[None, :] + dim[:, None], mask=is_column[None, :], other=0.0
         )  # [DIM, ROWS * HEADS]
+        queries = operand(queries, NATIVE, FNUZ)
         weight = tl.load(weights + column_row * w_row + head, mask=is_column, other=0.0)
         if HAS_Q_SCALE:
             weight *= tl.load(q_scale + column_row * qs_row + head, mask=is_column, other=0.0)
@@ -106,8 +111,8 @@ def _kernel(
             is_key = key < num_keys
             keys = tl.load(k + key.to(tl.int64)[:, None] * k_row + dim[None, :], mask=is_key[:, None], other=0.0)
             scale = tl.load(k_scale + key, mask=is_key, other=0.0)
-            dots = tl.dot(keys, queries)  # [BLOCK_KV, ROWS * HEADS]
-            terms = tl.maximum(dots, 0.0) * weight[None, :]
+            dots = tl.dot(operand(keys, NATIVE, FNUZ), queries)  # [BLOCK_KV, ROWS * HEADS]
+            terms = relu(dots) * weight[None, :]
             logits = tl.sum(tl.reshape(terms, (BLOCK_KV, ROWS, HEADS)), 2) * scale[:, None]  # [BLOCK_KV, ROWS]
             inside = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
             pointers = out + row.to(tl.int64)[None, :] * out_row + key[:, None]
@@ -122,12 +127,14 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     row_blocks = triton.cdiv(problem.num_rows, config.rows_per_wave)
     tiles = tiles_per_program(q.device, row_blocks, problem.num_keys, config.block_kv, config.least_tiles)
     keys_per_program = tiles * config.block_kv
+    native = is_native(problem)
     _kernel[(row_blocks, triton.cdiv(problem.num_keys, keys_per_program))](
-        q, k, k_scale, weights, weights if q_scale is None else q_scale, ks, ke, out,
+        e4m3_operand(q, native), e4m3_operand(k, native), k_scale,
+        weights, weights if q_scale is None else q_scale, ks, ke, out,
         problem.num_rows, problem.num_keys, q.stride(0), q.stride(1), k.stride(0), weights.stride(0),
         0 if q_scale is None else q_scale.stride(0), out.stride(0), keys_per_program,
         HEADS=problem.num_heads, DIM=problem.head_dim, ROWS=config.rows_per_wave, BLOCK_KV=config.block_kv,
-        CLEAN=problem.clean_logits, HAS_Q_SCALE=problem.has_q_scale,
+        CLEAN=problem.clean_logits, HAS_Q_SCALE=problem.has_q_scale, NATIVE=native, FNUZ=problem.fnuz,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 
 from .... import fp8
-from ....kernels.triton import INTERPRET, dot
+from ....kernels.triton import INTERPRET, dot, e4m3_operand, e4m3_to_float16, has_native_e4m3
 from ....paging import CHUNKED, PLAIN_V
 from ....variants import Variant
 from ..api import HEAD, SCALAR, TOKEN, Args, Problem
-from ..triton_parts import LOG2E, e4m3_to_float16, has_native_e4m3, merge, normalise
+from ..triton_parts import LOG2E, merge, normalise
 
 # Probabilities are kept times 2^15 in float16, so that those down to 2^-29 still have all of its bits.
 FLOAT16_BIAS = 15
@@ -378,7 +378,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     block_rows = min(config.block_rows, max(16, triton.next_power_of_2(rows)))
     is_e4m3 = problem.cache_dtype in fp8.E4M3
     bits = is_e4m3 and not has_native_e4m3(problem.arch, problem.cache_dtype)
-    keys, values = (cache.view(torch.uint8) if bits else cache for cache in (args.kv.keys, args.kv.values))
+    keys, values = (e4m3_operand(cache, not bits) for cache in (args.kv.keys, args.kv.values))
     # Scales per token differ by orders of magnitude, and only bfloat16 holds a probability times any of them.
     bf16 = problem.value_scale == TOKEN if is_e4m3 else problem.cache_dtype == torch.bfloat16
     tokens_inner = problem.layout in (CHUNKED, PLAIN_V)
