@@ -3,6 +3,8 @@
 Wins: on every GPU.
 Limit: where a layout puts neighbours of a token's row far apart (chunked and plain values), every element is a store of
 its own and the L2 cache has to gather them.
+Measured: 2026-11-30, H200, 8 heads of 128, pages of 16, hot L2, us: 64 bf16 tokens into e4m3 2.4 (nhd, per-token
+scales 2.5); 8192 tokens, nhd 42, chunked 111.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ The key tile is the pipelined operand; the queries of the block are loaded once.
 
 Wins: on every shape that was timed with D <= 256, one row included.
 Limit: relu and multiply-add on every dot product, 2 to 3 operations for each 2 * D of the matrix unit.
-Measured: 2026-11-30, H200, D128, clean off, causal, cold L2, us: 8192^2 H64 589 (941 TFLOPS), H32 325; 1024 x 128k
-H64 2302 (959 TFLOPS), H32 1303; 4096^2 H64 164; 1024^2 H64 21.1; 64 x 8192 H64 15.9; 16 x 128k 48; 1 x 128k 12.4.
+Measured: 2026-11-30, H200, D128, clean off, causal, cold L2, us: 8192^2 H64 636 (871 TFLOPS), H32 346 (802); 1024 x
+128k H64 2514 (878), H32 1390; 4096^2 H64 171; 1024^2 H64 20.4; 64 x 8192 H64 16.7; 16 x 128k 50; 1 x 128k 13.6. Under
+a load of a minute, which the power cap slows: single bursts of the large shapes took 7% less.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ Wins: wherever no kernel made for the architecture serves the problem.
 Limit: more than one partition takes a second kernel that merges them. e4m3 is copied 8 bytes at a time, because Triton
 lays its ring out for 16-bit fragments, and from nhd and hnd caches its values leave the ring byte by byte. No context
 may come within 1024 tokens of 2^31.
+Measured: 2026-11-30, H200, 16 heads on one KV head of 128, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 11.5
+(12.9), 8 x 8k 14.7 (20.1), 32 x 8k 36.2 (62.6), 3 x 220k 76.5 (139); 4 query tokens, 8 x 32k 51.7 (77.3); 64 rows of
+2048 tokens in pages of 16, 25.3 (33.4).
 """
 
 from __future__ import annotations

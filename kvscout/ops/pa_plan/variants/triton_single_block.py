@@ -3,6 +3,8 @@
 Wins: on every GPU; the plan is one short kernel without a barrier between its steps.
 Limit: one SM works; past 1024 sequences the blocks follow one another, and a sequence much longer than the rest of its
     block keeps few lanes busy.
+Measured: 2026-11-30, H200, hot, us: 1 to 8 sequences 3.0 to 3.1, 32 to 256 3.7 to 4.6, 4096 27; one of 32 much longer
+    than the rest 11.5.
 """
 
 from __future__ import annotations
