@@ -128,7 +128,8 @@ def _scatter(k, v, slots, keys, values, k_scale, v_scale, k_factor, v_factor, nu
     slot = tl.where(live, slot, 0)
     block, position = slot // PAGE, slot % PAGE
     d = tl.arange(0, BLOCK_D)
-    mask = (d < D) & live
+    # Not (d < D) & live: of a block and a scalar, Triton 3.9's interpreter makes no mask.
+    mask = d < tl.where(live, D, 0)
 
     row = tl.load(k + t * k_t + h * k_h + d, mask=mask, other=0.0)
     scale = k_scale + block * k_scale_b + h * k_scale_h + position * k_scale_p
