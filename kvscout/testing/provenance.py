@@ -44,7 +44,8 @@ def record(device: torch.device, command: str) -> dict[str, Any]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The device and its host; None for what cannot be found out."""
-    host = {"system": platform.platform(), "cores": os.cpu_count()}
+    system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
+    host = {"system": system, "cores": os.cpu_count()}
     if device.type != "cuda":
         return {"device": _cpu_name(), "arch": arch_of(device), **host}
     properties = torch.cuda.get_device_properties(device)
