@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..variants import Choice
-from .case import Case, Prepared, family
+from .case import Case, Prepared
 from .compare import Comparison, equal
 
 
@@ -37,14 +36,6 @@ class Result:
     def max_rel(self) -> float:
         """The largest relative error among the outputs."""
         return max((c.max_rel for c in self.comparisons), default=0.0)
-
-
-def choices(problem: Any, op: str, every_config: bool = False) -> Iterator[Choice]:
-    """Every variant that serves ``problem``, with its default config or with all of them."""
-    for variant in family(op).serving(problem):
-        configs = variant.configs(problem) if every_config else [variant.default_config(problem)]
-        for config in configs:
-            yield Choice(variant, config)
 
 
 def verify(case: Case, choice: Choice, prepared: Prepared, repeats: int, graph: bool) -> Result:

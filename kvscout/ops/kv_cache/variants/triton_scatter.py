@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .... import fp8
-from ....kernels.triton import INTERPRET, narrow
+from ....kernels.triton import INTERPRET, has_native_e4m3, narrow
 from ....variants import Variant
 from ..api import CAST, FACTOR, PER_HEAD, PER_TOKEN, Args, Problem
 
@@ -26,9 +26,6 @@ KINDS = {CAST: 0, FACTOR: 1, PER_HEAD: 2, PER_TOKEN: 3}
 
 # What an element is stored as.
 DTYPES = {fp8.FN: tl.uint8, fp8.FNUZ: tl.uint8, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-# The first NVIDIA architecture for which Triton converts to e4m3fn.
-E4M3_SM = 89
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,8 @@ class Config:
 
 
 def _default_config(problem: Problem) -> Config:
-    converts = problem.arch.startswith("sm_") and int(problem.arch.removeprefix("sm_")) >= E4M3_SM
+    # On AMD GPUs the instruction's rounding has not been checked.
+    converts = problem.arch.startswith("sm_") and has_native_e4m3(problem.arch, fp8.FN)
     return Config(1 if problem.head_dim <= 128 else 2, converts and problem.cache_dtype == fp8.FN)
 
 

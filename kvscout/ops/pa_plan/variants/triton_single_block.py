@@ -132,6 +132,5 @@ VARIANT = Variant(
     launch=_launch,
     default_config=_default_config,
     space=_space,
-    # The interpreter is for tests: on the CPU this runs only when asked for by name.
-    rank=lambda problem: 0 if problem.arch == "cpu" else 60,
+    rank=lambda problem: 60,
 )
