@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,16 @@ SETTINGS = (
         "variant of the calls of one op that leave variant='auto': KVSCOUT_MQA_LOGITS_VARIANT, ...",
     ),
     Setting(
+        "KVSCOUT_CACHE_DIR",
+        "~/.cache/kvscout",
+        "folder of the compiled CuTe DSL kernels: where they are looked for, and written",
+    ),
+    Setting(
+        "KVSCOUT_AOT_ONLY", "0", "1 makes a CuTe DSL kernel that is not in that folder an error: nothing is compiled"
+    ),
+    Setting("XDG_CACHE_HOME", "~/.cache", "folder that kvscout's lies in where KVSCOUT_CACHE_DIR is not set"),
+    Setting("CC", "cc, gcc or clang", "C compiler that links CuTe DSL kernels"),
+    Setting(
         "TRITON_INTERPRET", "0", "Triton's own switch: 1 lets its variants run on CPU tensors, interpreted: for tests"
     ),
 )
@@ -40,7 +52,29 @@ def variant_variable(op: str) -> str:
 
 def triton_interpret() -> bool:
     """Whether Triton was asked to interpret its kernels, which is what lets them take CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+    return _is_on("TRITON_INTERPRET")
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels. It need not exist."""
+    own = os.environ.get("KVSCOUT_CACHE_DIR")
+    if own:
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "kvscout"
+
+
+def aot_only() -> bool:
+    """Whether kernels must have been compiled ahead of time."""
+    return _is_on("KVSCOUT_AOT_ONLY")
+
+
+def c_compiler() -> list[str]:
+    """The words of ``CC``: a command and its first arguments; none where it is unset."""
+    return shlex.split(os.environ.get("CC", ""))
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "0").lower() in ("1", "true", "on")
 
 
 def current(ops: Iterable[str]) -> dict[str, str | None]:

@@ -14,12 +14,15 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from . import env
 from .errors import UnsupportedProblem
+
+if TYPE_CHECKING:
+    from .kernels.cute.program import Program
 
 BACKENDS = ("torch", "triton", "cute")
 AUTO = "auto"
@@ -52,6 +55,7 @@ class Variant:
             0 means never by itself. By convention torch stays below 50, Triton in 50..99, CuTe in 100..199.
         refuses: a sentence for the user why the problem is not served, or None where it is.
         space: the configs that ``verify --full`` checks and that a tuner would try.
+        programs: every CuTe DSL kernel that ``launch`` may ask for, so that ``kvscout aot`` can compile them all.
         name: the file's stem, filled in by the family.
     """
 
@@ -60,6 +64,7 @@ class Variant:
     rank: Callable[[Any], int]
     refuses: Callable[[Any], str | None] = accepts_everything
     space: Callable[[Any], Iterable[Any]] | None = None
+    programs: Callable[[], Iterable[Program]] | None = None
     name: str = ""
     summary: str = ""
 

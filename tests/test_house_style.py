@@ -14,9 +14,9 @@ def sources(root):
 
 
 def is_kernel(function):
-    """Whether a function is decorated for Triton or CuTe DSL (``@triton.jit``, ``@cute.kernel``, ``@cute.jit``)."""
+    """Whether a function is decorated for Triton or CuTe DSL (``@triton.jit``, ``@cute.kernel``, ...)."""
     decorators = {ast.unparse(decorator).partition("(")[0] for decorator in function.decorator_list}
-    return bool(decorators & {"triton.jit", "cute.jit", "cute.kernel"})
+    return bool(decorators & {"triton.jit", "cute.jit", "cute.kernel", "dsl_user_op"})
 
 
 def host_functions(node):

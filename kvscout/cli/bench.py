@@ -1,27 +1,31 @@
 """Time every variant, each after a check on the inputs that are timed.
 
-On a GPU, hot times are of ten calls in a CUDA graph on the same buffers; cold times are of single calls over several
-inputs in turn, with L2 flushed in between. min, spread, rates and speed-up are of the cold times where there are any;
-"roof" is the part of the GPU's measured ceiling that was reached. On the CPU the default variants are timed, on small
-cases. A variant that fails its check gets no figure.
+On a GPU, hot times are of ten calls in a CUDA graph on the same buffers; cold times are of single calls, over several
+inputs in turn where these are small, with L2 flushed in between. min, spread, rates and speed-up are of the cold times
+where there are any; "roof" is the part of the GPU's measured ceiling that was reached. On the CPU the default variants
+are timed, on small cases; "--variant auto" asks for what a call would get. Peers are other libraries' kernels: they are
+checked and timed like variants, on the same inputs in the same run. What fails its check gets no figure.
 Exit code: 0 all right, 1 something failed its check, 2 bad usage, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from ..testing import limits, provenance
-from ..testing.case import family
-from ..testing.measure import Measurement, measure_case
-from ..testing.sweep import FAILED, PASSED, SKIPPED, ContextLost
+from ..device import arch_of
+from ..testing import limits, peers, provenance
+from ..testing.case import BENCH, family, groups
+from ..testing.measure import Measurement, Wanted, measure_case
+from ..testing.peers import Peer
+from ..testing.summary import Over, means, speedups
+from ..testing.sweep import FAILED, PASSED, REFUSED, SKIPPED, ContextLost
+from ..variants import AUTO
 from . import console
 from .arguments import UsageError, write_json
 from .selection import GPU_LOST, Work, add_selection, device, select
@@ -29,6 +33,17 @@ from .selection import GPU_LOST, Work, add_selection, device, select
 COLUMNS = (
     "case", "variant", "us hot", "us cold", "min", "spread", "TFLOPS", "TB/s", "roof", "error", "speed-up",
 )  # fmt: skip
+SUSTAINED_COLUMNS = ("us sustained", "MHz", "W")
+
+PRESETS = {
+    "squares": "scores of as many rows as keys",
+    "few-rows": "scores of few rows over many keys",
+    "model-shapes": "scores of whole prompts, one to four of them, with and without cleaned logits",
+    "long-context": "scores of a chunk of rows after a long cached prefix",
+    "packed-shapes": "scores of many sequences in one call",
+    "unaligned": "scores of sizes that no tile divides",
+}
+"""Groups of cases that have an option, and what is in them."""
 
 WIDE_SPREAD = 0.5
 """A CPU whose times are spread wider than this was doing something else too."""
@@ -41,8 +56,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only.add_argument("--hot", action="store_true", help="only with the inputs in the cache")
     only.add_argument("--cold", action="store_true", help="only with an empty L2 (GPU)")
     parser.add_argument(
-        "--baseline", metavar="NAME", help="variant that speed-ups are relative to (default: the best-ranked torch one)"
+        "--sustained", action="store_true", help="also back to back for a second each, with the GPU's clock and power"
     )
+    parser.add_argument(
+        "--against",
+        metavar="PEER[,PEER...]",
+        type=_list,
+        default=[],
+        help="also time these other libraries' kernels; one that is not there is named and left out",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="NAME",
+        help="variant or peer that speed-ups are relative to (default: the first peer, or else the best torch variant)",
+    )
+    presets = parser.add_argument_group("cases", "which of a GPU's cases to time (default: all); several add up")
+    for name, meaning in PRESETS.items():
+        presets.add_argument(f"--{name}", dest="presets", action="append_const", const=name, help=meaning)
+
+
+def _list(text: str) -> list[str]:
+    return list(dict.fromkeys(name for name in text.split(",") if name))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,46 +84,97 @@ def run(args: argparse.Namespace) -> int:
     where = device(args)
     if args.cold and where.type == "cpu":
         raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
-    work = select(args, limits.bench_levels(where))
-    selected = {item.case.op for item in work}
-    if args.baseline is not None and not any(args.baseline in family(op).names for op in selected):
-        existing = "; ".join(f"{op} has {', '.join(family(op).names)}" for op in sorted(selected))
-        raise UsageError(f"--baseline: there is no {args.baseline!r}; {existing}")
+    levels = limits.bench_levels(where)
+    work = _of_presets(select(args, levels, stand_ins=(AUTO,)), args.presets, levels)
+    opponents, missing = _opponents(dict.fromkeys(item.case.op for item in work), args, where)
+    for sentence in missing.values():
+        console.error(sentence)
     found: list[Measurement] = []
     code, stopped = 0, None
     try:
-        _time(work, where, args, found)
+        _time(work, where, args, opponents, found)
     except KeyboardInterrupt:
         code, stopped = 130, "interrupted"
     except ContextLost:
         code, stopped = 1, GPU_LOST
-    content = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
-    written = write_json(args.json, content | {"measurements": _records(found)})
-    for op, of_op in groupby(found, lambda measurement: measurement.op):
-        _table(op, list(of_op), where)
-    _means(found)
     failures = [measurement for measurement in found if measurement.status == FAILED]
-    for failure in failures:
-        console.out(_failure(failure))
+    written = write_json(args.json, _content(args, where, opponents, missing, found) | {"stopped": stopped})
+    for op, of_op in groupby(found, lambda measurement: measurement.op):
+        _table(op, list(of_op), where, args.sustained)
+    _means(found)
+    for line in (*missing.values(), *map(_failure, failures)):
+        console.out(line)
     if stopped is not None:
         console.error(stopped)
     return code or int(not written or bool(failures) or not any(measurement.status == PASSED for measurement in found))
 
 
-def _time(work: Sequence[Work], where: torch.device, args: argparse.Namespace, found: list[Measurement]) -> None:
+def _of_presets(work: list[Work], presets: Sequence[str] | None, levels: Sequence[str]) -> list[Work]:
+    """The work on cases of any of the presets; all of it without one."""
+    if not presets:
+        return work
+    if BENCH not in levels:
+        raise UsageError(f"--{presets[0]}: these cases are timed on a GPU; leave the option out on the CPU")
+    wanted = {op: [groups(op).get(name, frozenset()) for name in presets] for op in {item.case.op for item in work}}
+    chosen = [item for item in work if any(item.case.name in names for names in wanted[item.case.op])]
+    if not chosen:
+        raise UsageError(f"--{' --'.join(presets)}: none of these cases is among those that are selected otherwise")
+    return chosen
+
+
+def _opponents(
+    ops: Iterable[str], args: argparse.Namespace, where: torch.device
+) -> tuple[dict[str, list[Peer]], dict[str, str]]:
+    """The peers to time on each op, and for each that cannot run here a sentence that says why.
+
+    Raises:
+        UsageError: a peer or baseline that does not exist.
+    """
+    existing = {op: peers.names(op) for op in ops}
+    every_peer = {name for names in existing.values() for name in names}
+    every_variant = {name for op in existing for name in family(op).names}
+    for name in args.against:
+        if name not in every_peer:
+            known = "; ".join(f"{op} has {', '.join(names) or 'none'}" for op, names in existing.items())
+            raise UsageError(f"--against: there is no peer {name!r}; {known}")
+    if args.baseline is not None and args.baseline not in every_variant | every_peer:
+        known = "; ".join(f"{op} has {', '.join((*family(op).names, *names))}" for op, names in existing.items())
+        raise UsageError(f"--baseline: there is no {args.baseline!r}; {known}")
+    asked = dict.fromkeys([*([args.baseline] if args.baseline in every_peer else []), *args.against])
+    opponents: dict[str, list[Peer]] = {op: [] for op in existing}
+    missing = {}
+    for op, names in existing.items():
+        for peer in (peers.load(op, name) for name in asked if name in names):
+            reason = peer.unavailable(arch_of(where))
+            if reason is None:
+                opponents[op].append(peer)
+            else:
+                missing[f"{op} {peer.name}"] = f"{peer.name} is not timed on {op}: {reason}"
+    return opponents, missing
+
+
+def _time(
+    work: Sequence[Work],
+    where: torch.device,
+    args: argparse.Namespace,
+    opponents: dict[str, list[Peer]],
+    found: list[Measurement],
+) -> None:
+    wanted = Wanted(hot=not args.cold, cold=where.type == "cuda" and not args.hot, sustained=args.sustained)
     with console.Progress(len(work), "bench") as progress:
         for case, names in work:
             progress.show(f"{case.op} {case.name}")
+            against = opponents[case.op]
             # On the CPU the one variant that a call would get is timed, unless others are asked for.
             every = where.type == "cuda" or args.variant is not None
             for measurement in measure_case(
                 case,
                 where,
                 names if every else None,
-                baseline=args.baseline,
+                peers=against,
+                baseline=args.baseline or (against[0].name if against else None),
                 seed=args.seed,
-                hot=not args.cold,
-                cold=where.type == "cuda" and not args.hot,
+                wanted=wanted,
             ):
                 found.append(measurement)
                 if measurement.status == FAILED:
@@ -101,26 +186,20 @@ def _failure(m: Measurement) -> str:
     return console.failure(m.op, m.case, m.variant, m.config, m.message)
 
 
-def _speedups(found: Sequence[Measurement]) -> list[float | None]:
-    """How many times faster than its case's baseline each measurement is, None where either has no figure."""
-    baselines = {(m.op, m.case): m.judged.median_us for m in found if m.baseline and m.judged}
-    speedups = []
-    for m in found:
-        baseline = baselines.get((m.op, m.case))
-        speedups.append(None if baseline is None or m.judged is None else baseline / m.judged.median_us)
-    return speedups
-
-
-def _table(op: str, found: Sequence[Measurement], where: torch.device) -> None:
+def _table(op: str, found: Sequence[Measurement], where: torch.device, with_sustained: bool) -> None:
     rows = []
-    for m, speedup in zip(found, _speedups(found), strict=True):
+    for m, speedup in zip(found, speedups(found), strict=True):
         if m.status in (PASSED, FAILED):
-            rows.append([m.case, m.variant, *_figures(m), _cell(speedup, "{:.2f}x")])
-    console.table(op, COLUMNS, rows)
+            variant = f"{m.variant} ({m.chosen})" if m.chosen else m.variant
+            rows.append([m.case, variant, *_figures(m), _cell(speedup, "{:.2f}x"), *_sustained(m) * with_sustained])
+    console.table(op, (*COLUMNS, *SUSTAINED_COLUMNS * with_sustained), rows)
+    if baselines := dict.fromkeys(m.variant for m in found if m.baseline):
+        console.out(f"speed-ups are over {', '.join(baselines)}")
     if where.type == "cpu" and any(m.judged is not None and m.judged.spread > WIDE_SPREAD for m in found):
         console.out(f"the machine was busy: where the spread is over {WIDE_SPREAD:.0%}, the median is unreliable")
-    for name in dict.fromkeys(m.variant for m in found if m.status == SKIPPED):
-        skipped = [m for m in found if m.variant == name and m.status == SKIPPED]
+    left_out = [m for m in found if m.status == SKIPPED or (m.peer and m.status == REFUSED)]
+    for name in dict.fromkeys(m.variant for m in left_out):
+        skipped = [m for m in left_out if m.variant == name]
         console.out(f"{name} is not timed on {console.count(len(skipped), 'case')}, {skipped[0].message}")
 
 
@@ -140,31 +219,59 @@ def _figures(m: Measurement) -> list[str]:
     ]
 
 
+def _sustained(m: Measurement) -> list[str]:
+    """Cells of back-to-back launches."""
+    s = m.sustained
+    if s is None:
+        return ["-"] * len(SUSTAINED_COLUMNS)
+    return [f"{s.us:.2f}", _cell(s.sm_clock_mhz, "{:.0f}"), _cell(s.power_w, "{:.0f}")]
+
+
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
 def _means(found: Sequence[Measurement]) -> None:
-    """Geometric means over the cases, per variant."""
-    groups: dict[tuple[str, str], list[tuple[float | None, float | None]]] = {}
-    for m, speedup in zip(found, _speedups(found), strict=True):
-        if m.status == PASSED:
-            groups.setdefault((m.op, m.variant), []).append((speedup, m.roof))
+    """Geometric means over the cases, per group of cases and variant."""
+    made = means(found, _groups(found))
+    references = list(dict.fromkeys(peer for mean in made for peer in mean.over))
+    # The baseline's own column speaks for it.
+    baselines = {m.variant for m in found if m.baseline}
+    references = [peer for peer in references if baselines != {peer}]
     rows = []
-    for (op, variant), pairs in groups.items():
-        speedups, roofs = ([value for value in values if value] for values in zip(*pairs, strict=True))
-        mean, roof = _cell(_geomean(speedups), "{:.2f}x"), _cell(_geomean(roofs), "{:.0%}")
-        rows.append((op, variant, len(pairs), mean, len(speedups), roof))
-    console.table("geometric means", ("op", "variant", "cases", "speed-up", "over cases", "roof"), rows)
+    for mean in made:
+        over = [cell for peer in references for cell in _over(mean.over.get(peer))]
+        rows.append(
+            [mean.op, mean.group, mean.variant, mean.cases, *_over(mean.speedup), *over, _cell(mean.roof, "{:.0%}")]
+        )
+    columns = ("op", "cases of", "variant", "cases", "speed-up", "least", "over cases")
+    extra = [column for peer in references for column in (f"over {peer}", "least", "over cases")]
+    console.table("geometric means", (*columns, *extra, "roof"), rows)
 
 
-def _geomean(values: Sequence[float]) -> float | None:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+def _over(over: Over | None) -> list[str]:
+    return ["-", "-", "0"] if over is None else [f"{over.mean:.2f}x", f"{over.least:.2f}x", str(over.cases)]
 
 
-def _records(found: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Everything measured, with the rates and speed-ups made of it."""
-    return [
-        asdict(m) | {"tflops": m.tflops, "tbytes_per_s": m.tbytes_per_s, "roof": m.roof, "speedup": speedup}
-        for m, speedup in zip(found, _speedups(found), strict=True)
-    ]
+def _groups(found: Sequence[Measurement]) -> dict[str, dict[str, frozenset[str]]]:
+    return {op: groups(op) for op in dict.fromkeys(m.op for m in found)}
+
+
+def _content(
+    args: argparse.Namespace,
+    where: torch.device,
+    opponents: dict[str, list[Peer]],
+    missing: dict[str, str],
+    found: Sequence[Measurement],
+) -> dict[str, Any]:
+    """Everything measured, with the rates, speed-ups and means made of it, and where it comes from."""
+    libraries = {peer.name: peer.distributions for of_op in opponents.values() for peer in of_op}
+    return provenance.record(where, args.command_line, libraries) | {
+        "seed": args.seed,
+        "peers_missing": missing,
+        "measurements": [
+            asdict(m) | {"tflops": m.tflops, "tbytes_per_s": m.tbytes_per_s, "roof": m.roof, "speedup": speedup}
+            for m, speedup in zip(found, speedups(found), strict=True)
+        ],
+        "means": [asdict(mean) for mean in means(found, _groups(found))],
+    }

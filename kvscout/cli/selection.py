@@ -26,7 +26,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     """Arguments of the commands that run cases."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="operations (default: all)")
     parser.add_argument("--case", metavar="SUBSTRING", default="", help="only cases whose name contains this")
-    parser.add_argument("--variant", metavar="NAME", help="only this variant")
+    parser.add_argument("--variant", metavar="NAME", action="append", help="only this variant; may be repeated")
     add_device(parser)
     parser.add_argument("--seed", metavar="N", type=arguments.seed, default=0, help="seed of the inputs (default: 0)")
     arguments.add_json(parser)
@@ -44,8 +44,10 @@ def device(args: argparse.Namespace) -> torch.device:
     return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def select(args: argparse.Namespace, levels: Sequence[str]) -> list[Work]:
+def select(args: argparse.Namespace, levels: Sequence[str], stand_ins: Sequence[str] = ()) -> list[Work]:
     """Every selected case of the given levels, with the selected variants of its op.
+
+    ``stand_ins`` are names that may be asked for in place of a variant, of every op.
 
     Raises:
         UsageError: an op, variant or case that does not exist, or a result file that cannot be written.
@@ -57,10 +59,13 @@ def select(args: argparse.Namespace, levels: Sequence[str]) -> list[Work]:
         if op not in known:
             raise UsageError(f"OP: there is no op {op!r}; there are {', '.join(known)}")
     selected = [op for op in known if not args.ops or op in args.ops]
-    names = {op: [n for n in family(op).names if args.variant in (None, n)] for op in selected}
-    if not any(names.values()):
-        existing = "; ".join(f"{op} has {', '.join(family(op).names)}" for op in selected)
-        raise UsageError(f"--variant: there is no {args.variant!r}; {existing}")
+    asked: Sequence[str] | None = args.variant
+    choices = {op: (*stand_ins, *family(op).names) for op in selected}
+    for name in asked or ():
+        if not any(name in names for names in choices.values()):
+            existing = "; ".join(f"{op} has {', '.join(family(op).names)}" for op in selected)
+            raise UsageError(f"--variant: there is no {name!r}; {existing}")
+    names = {op: [n for n in choices[op] if n in asked] if asked else family(op).names for op in selected}
     having = [op for op in selected if names[op]]
     work = [Work(case, names[op]) for op in having for case in cases(op, levels) if args.case in case.name]
     if not work:

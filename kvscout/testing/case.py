@@ -125,3 +125,10 @@ def cases(op: str, levels: Sequence[str] = LEVELS) -> list[Case]:
     """The cases of an op at any of the given levels."""
     module = importlib.import_module(f"kvscout.testing.cases.{op}")
     return [case for case in module.CASES if case.level in levels]
+
+
+def groups(op: str) -> dict[str, frozenset[str]]:
+    """Named groups of an op's cases: the names of the cases of each."""
+    module = importlib.import_module(f"kvscout.testing.cases.{op}")
+    found: dict[str, Sequence[Case]] = getattr(module, "GROUPS", {})
+    return {name: frozenset(case.name for case in members) for name, members in found.items()}

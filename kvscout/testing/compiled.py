@@ -78,16 +78,21 @@ class Resources:
 
 def resources(kernel: Any) -> Resources:
     """Registers, stack and machine code of a kernel compiled for an NVIDIA GPU."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        run = [str(cuobjdump), "-res-usage", "-sass", cubin.name]
-        text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    text = disassembly(kernel.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump printed no resource usage for {kernel.metadata.name}")
     return Resources(kernel.metadata.name, int(found[1]), int(found[2]), kernel.metadata.shared, text)
+
+
+def disassembly(cubin: bytes) -> str:
+    """Resource usage and SASS of every kernel of a cubin, as the cuobjdump that Triton brings prints them."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = [str(cuobjdump), "-res-usage", "-sass", file.name]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
 
 
 class _HostOps(TorchDispatchMode):

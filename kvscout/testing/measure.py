@@ -1,9 +1,9 @@
-"""Timing variants on a case, each only after it gave the right result on the very inputs that are timed."""
+"""Timing variants and peers on a case, each only after it gave the right result on the very inputs that are timed."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,32 +11,47 @@ import torch
 
 from ..device import gpu_of
 from ..roofline import Cost
-from ..variants import AUTO, Choice
+from ..variants import AUTO
 from . import timing
 from .case import Case, Prepared, family
-from .sweep import FAILED, INPUTS, PASSED, ContextLost, attempt, free, standing
+from .peers import Peer, verify_peer
+from .sustained import Sustained, sustained
+from .sweep import FAILED, INPUTS, PASSED, REFUSED, ContextLost, attempt, free, standing
 from .timing import Timing
-from .verify import verify
+from .verify import Result, verify
 
 INPUT_SETS = 4
 """Distinct inputs that cold launches take in turn."""
-INPUT_SETS_BYTES = 2 << 30
-"""Larger inputs are made once: they do not stay in L2 whatever one does."""
+INPUT_SETS_BYTES = 128 << 20
+"""Larger inputs and outputs are made once: they do not stay in L2 whatever one does, and every set costs a check."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which times to take: with the inputs in the cache, with an empty L2 (GPUs only), back to back for a second."""
+
+    hot: bool = True
+    cold: bool = True
+    sustained: bool = False
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of one variant on one case.
+    """Times of one variant, or of a peer, on one case.
 
     Attributes:
+        variant: the variant's name, "auto" for what a call would get, or the peer's name.
         status: ``"passed"``, or what kept the variant from being timed (see :class:`~kvscout.testing.sweep.Outcome`).
         message: why it was not timed.
         max_rel: the largest relative error of the check.
         hot: times with the inputs in the cache, where asked for.
         cold: times with an empty L2, where asked for; GPUs only.
+        sustained: back to back for a second, where asked for.
         cost: what the call must do at least.
         floor_us: how long that takes at the GPU's measured ceilings, where they are known.
-        baseline: whether other variants' speed-ups are relative to this one.
+        baseline: whether others' speed-ups are relative to this one.
+        chosen: the variant that "auto" stands for.
+        peer: whether this is another library's kernel.
     """
 
     op: str
@@ -48,9 +63,12 @@ class Measurement:
     max_rel: float = 0.0
     hot: Timing | None = None
     cold: Timing | None = None
+    sustained: Sustained | None = None
     cost: Cost | None = None
     floor_us: float | None = None
     baseline: bool = False
+    chosen: str = ""
+    peer: bool = False
 
     @property
     def judged(self) -> Timing | None:
@@ -78,37 +96,42 @@ def measure_case(
     device: torch.device,
     names: Sequence[str] | None = None,
     *,
+    peers: Sequence[Peer] = (),
     baseline: str | None = None,
     seed: int = 0,
-    hot: bool = True,
-    cold: bool = True,
+    wanted: Wanted,
 ) -> Iterator[Measurement]:
-    """Check and time variants on a case, the baseline first.
+    """Check and time variants and peers on a case, the baseline first.
 
     Args:
         case: the case.
         device: where to run it.
-        names: variants to time beside the baseline. None: every one on a GPU, the one a call would get on the CPU.
-        baseline: the variant that others are compared with. None: the torch variant with the highest rank.
+        names: variants to time beside the baseline, "auto" for the one that a call would get. None: every one on a GPU,
+            that one on the CPU.
+        peers: other libraries' kernels to time, each available on this device.
+        baseline: the variant or peer that others are compared with. None: the torch variant with the highest rank.
         seed: of the inputs.
-        hot: time with the inputs in the cache.
-        cold: time with an empty L2; GPUs only.
+        wanted: which times to take.
 
     Raises:
         ContextLost: after the measurement of the variant that broke the GPU's context.
     """
     name = INPUTS
     try:
-        sets, error = attempt(device, _input_sets, case, device, seed, cold)
+        sets, error = attempt(device, _input_sets, case, device, seed, wanted.cold)
         if sets is None:
             yield Measurement(case.op, case.name, name, FAILED, message=f"cannot be prepared: {error}")
             return
-        plan, error = attempt(device, _plan, case, sets[0], device, names, baseline)
+        plan, error = attempt(device, _plan, case, sets[0], device, names, peers, baseline)
         if plan is None:
             yield Measurement(case.op, case.name, name, FAILED, message=error)
             return
         for name in plan.names:
-            found = _measure(case, sets, device, name, hot, cold)
+            peer = next((peer for peer in peers if peer.name == name), None)
+            if peer is None:
+                found = _measure_variant(case, sets, device, name, wanted)
+            else:
+                found = _measure_peer(case, sets, device, peer, wanted)
             yield replace(found, baseline=name == plan.baseline)
     except ContextLost as lost:
         yield Measurement(case.op, case.name, name, FAILED, message=str(lost))
@@ -123,22 +146,32 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    case: Case, prepared: Prepared, device: torch.device, names: Sequence[str] | None, baseline: str | None
+    case: Case,
+    prepared: Prepared,
+    device: torch.device,
+    names: Sequence[str] | None,
+    peers: Sequence[Peer],
+    baseline: str | None,
 ) -> _Plan:
-    """Which variants to time and which of them is the baseline, None where that one does not run."""
+    """What to time in which order, and which of it is the baseline, None where that one does not run."""
     ops = family(case.op)
     if names is None:
         names = ops.names if device.type != "cpu" else [ops.choose(prepared.problem, AUTO).variant.name]
+    names = [*names, *(peer.name for peer in peers)]
     if baseline is None:
         torch_variants = [v for v in ops.serving(prepared.problem) if v.name.startswith("torch_")]
         baseline = max(torch_variants, key=lambda v: v.rank(prepared.problem)).name if torch_variants else None
-    if baseline is None or standing(case, prepared, baseline, device)[0]:
+    if baseline is None:
+        return _Plan(names, None)
+    peer = next((peer for peer in peers if peer.name == baseline), None)
+    left_out = peer.refuses(prepared.problem) if peer else standing(case, prepared, baseline, device)[0]
+    if left_out:
         return _Plan(names, None)
     return _Plan([baseline, *(name for name in names if name != baseline)], baseline)
 
 
 def _input_sets(case: Case, device: torch.device, seed: int, cold: bool) -> list[Prepared]:
-    """The case's inputs, several times over where cold launches are timed and memory is no matter."""
+    """The case's inputs, several times over where cold launches are timed and all of them would fit into L2."""
     before = torch.cuda.memory_allocated(device) if cold else 0
     sets = [case.prepare(device, seed)]
     if cold and torch.cuda.memory_allocated(device) - before < INPUT_SETS_BYTES:
@@ -146,29 +179,62 @@ def _input_sets(case: Case, device: torch.device, seed: int, cold: bool) -> list
     return sets
 
 
-def _measure(
-    case: Case, sets: Sequence[Prepared], device: torch.device, name: str, hot: bool, cold: bool
+def _measure_variant(
+    case: Case, sets: Sequence[Prepared], device: torch.device, name: str, wanted: Wanted
 ) -> Measurement:
-    """Check one variant on every set of inputs, then time it on them."""
     nothing = Measurement(case.op, case.name, name, FAILED, cost=sets[0].cost, floor_us=_floor_us(sets[0], device))
-    found, error = attempt(device, standing, case, sets[0], name, device)
-    status, message = found or (FAILED, error)
+    ops, problem = family(case.op), sets[0].problem
+    if name == AUTO:
+        choice, error = attempt(device, ops.choose, problem, AUTO)
+        if choice is None:
+            return replace(nothing, message=error)
+        name = choice.variant.name
+        nothing = replace(nothing, chosen=name)
+    standing_found, error = attempt(device, standing, case, sets[0], name, device)
+    status, message = standing_found or (FAILED, error)
     if status:
         return replace(nothing, status=status, message=message)
-    choice, error = attempt(device, family(case.op).choose, sets[0].problem, name)
+    choice, error = attempt(device, ops.choose, problem, name)
     if choice is None:
         return replace(nothing, message=error)
-    nothing = replace(nothing, config=str(choice.config))
+    launches = [functools.partial(choice.launch, prepared.problem, prepared.args) for prepared in sets]
+    checks = [functools.partial(verify, case, choice, prepared, 1, device.type == "cuda") for prepared in sets]
+    return _check_and_time(replace(nothing, config=str(choice.config)), launches, checks, device, wanted)
+
+
+def _measure_peer(
+    case: Case, sets: Sequence[Prepared], device: torch.device, peer: Peer, wanted: Wanted
+) -> Measurement:
+    floor_us = _floor_us(sets[0], device)
+    nothing = Measurement(case.op, case.name, peer.name, FAILED, cost=sets[0].cost, floor_us=floor_us, peer=True)
+    if (refusal := peer.refuses(sets[0].problem)) is not None:
+        return replace(nothing, status=REFUSED, message=refusal)
+    launches, error = attempt(device, lambda: [peer.prepare(prepared) for prepared in sets])
+    if launches is None:
+        return replace(nothing, message=error)
+    checks = [functools.partial(verify_peer, case, peer, *pair) for pair in zip(sets, launches, strict=True)]
+    return _check_and_time(nothing, launches, checks, device, wanted)
+
+
+def _check_and_time(
+    nothing: Measurement,
+    launches: Sequence[timing.Launch],
+    checks: Sequence[Callable[[], Result]],
+    device: torch.device,
+    wanted: Wanted,
+) -> Measurement:
+    """Check one variant on every set of inputs, then time it on them; ``nothing`` is what a failure is noted in."""
     max_rel = 0.0
-    for prepared in sets:
-        result, error = attempt(device, verify, case, choice, prepared, 1, device.type == "cuda")
+    for check in checks:
+        result, error = attempt(device, check)
         if result is None or not result.ok:
             return replace(nothing, message=error if result is None else result.message)
         max_rel = max(max_rel, result.max_rel)
-    times, error = attempt(device, _time, sets, device, choice, hot, cold)
+    times, error = attempt(device, _time, launches, device, wanted)
     if times is None:
         return replace(nothing, message=error)
-    return replace(nothing, status=PASSED, max_rel=max_rel, hot=times[0], cold=times[1])
+    hot, cold, back_to_back = times
+    return replace(nothing, status=PASSED, max_rel=max_rel, hot=hot, cold=cold, sustained=back_to_back)
 
 
 def _floor_us(prepared: Prepared, device: torch.device) -> float | None:
@@ -177,10 +243,10 @@ def _floor_us(prepared: Prepared, device: torch.device) -> float | None:
 
 
 def _time(
-    sets: Sequence[Prepared], device: torch.device, choice: Choice, hot: bool, cold: bool
-) -> tuple[Timing | None, Timing | None]:
-    launches = [functools.partial(choice.launch, prepared.problem, prepared.args) for prepared in sets]
+    launches: Sequence[timing.Launch], device: torch.device, wanted: Wanted
+) -> tuple[Timing | None, Timing | None, Sustained | None]:
     return (
-        timing.hot(launches[0], device) if hot else None,
-        timing.cold(launches, device) if cold else None,
+        timing.hot(launches[0], device) if wanted.hot else None,
+        timing.cold(launches, device) if wanted.cold else None,
+        sustained(launches[0], device) if wanted.sustained else None,
     )

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from .. import __version__
 from ..device import arch_of, num_sms
 
-DISTRIBUTIONS = {
+DISTRIBUTIONS: dict[str, Sequence[str]] = {
     "torch": ("torch",),
     "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
     "cutlass_dsl": ("nvidia-cutlass-dsl",),
@@ -31,13 +32,13 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 NVIDIA_SMI = {"driver": "driver_version", "sm_clock_mhz": "clocks.sm", "max_sm_clock_mhz": "clocks.max.sm"}
 
 
-def record(device: torch.device, command: str) -> dict[str, Any]:
-    """Everything that a stored figure must be read with."""
+def record(device: torch.device, command: str, packages: Mapping[str, Sequence[str]] | None = None) -> dict[str, Any]:
+    """Everything that a stored figure must be read with; ``packages`` adds to :data:`DISTRIBUTIONS`."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "commit": commit(),
-        "versions": versions(),
+        "versions": versions(DISTRIBUTIONS | dict(packages or {})),
         "machine": machine(device),
     }
 
@@ -55,7 +56,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "sms": num_sms(device),
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "runtime": torch.version.cuda or torch.version.hip,
-        **_nvidia_smi(f"GPU-{properties.uuid}"),
+        **nvidia_smi(device, NVIDIA_SMI),
         **host,
     }
 
@@ -69,17 +70,21 @@ def _cpu_name() -> str:
     return named[0] if named else platform.machine()
 
 
-def _nvidia_smi(uuid: str) -> dict[str, str | None]:
-    query = f"--query-gpu={','.join(NVIDIA_SMI.values())}"
-    answer = _output("nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits")
-    values = answer.split(",") if answer else [None] * len(NVIDIA_SMI)
-    return {name: value and value.strip() for name, value in zip(NVIDIA_SMI, values, strict=True)}
+def nvidia_smi(device: torch.device, fields: Mapping[str, str]) -> dict[str, str | None]:
+    """What nvidia-smi says of a GPU, by the names that ``fields`` gives to its own; None for what it does not say."""
+    answer = None
+    if device.type == "cuda":
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        query = f"--query-gpu={','.join(fields.values())}"
+        answer = _output("nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits")
+    values = answer.split(",") if answer else [None] * len(fields)
+    return {name: value and value.strip() for name, value in zip(fields, values, strict=True)}
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of Python, kvscout and the packages it can use; None for one that is not installed."""
+def versions(packages: Mapping[str, Sequence[str]] = DISTRIBUTIONS) -> dict[str, str | None]:
+    """Versions of Python, kvscout and other packages; None for one that is not installed."""
     return {"python": platform.python_version(), "kvscout": __version__} | {
-        package: next(filter(None, map(_version, names)), None) for package, names in DISTRIBUTIONS.items()
+        package: next(filter(None, map(_version, names)), None) for package, names in packages.items()
     }
 
 

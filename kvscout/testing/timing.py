@@ -19,7 +19,7 @@ import torch
 
 Launch = Callable[[], Any]
 
-TARGET_S = 0.2
+TARGET_S = 0.1
 """Time that the samples of one measurement take together, as far as the bounds on their number allow."""
 MIN_RUNS, MAX_RUNS = 5, 200
 
@@ -59,14 +59,14 @@ def hot(launch: Launch, device: torch.device) -> Timing:
     """
     if device.type == "cpu":
         return _clock(launch)
-    calls = CALLS if _seconds(launch) < LONG_S else 1
-    graph = _capture(launch, calls)
+    calls = CALLS if rough_seconds(launch) < LONG_S else 1
+    graph = capture(launch, calls)
     flush = _flush(device)
-    seconds = _events([graph.replay], 1)[0] * 1e-6
+    seconds = replay_us([graph.replay], 1)[0] * 1e-6
     for _ in range(BACKLOG):
         flush()
     graph.replay()
-    return Timing.of([sample / calls for sample in _events([graph.replay], _runs(seconds))])
+    return Timing.of([sample / calls for sample in replay_us([graph.replay], _runs(seconds))])
 
 
 def cold(launches: Sequence[Launch], device: torch.device) -> Timing:
@@ -78,11 +78,11 @@ def cold(launches: Sequence[Launch], device: torch.device) -> Timing:
     """
     for launch in launches:
         launch()
-    graphs = [_capture(launch, 1) for launch in launches]
+    graphs = [capture(launch, 1) for launch in launches]
     flush = _flush(device)
     replays = [graph.replay for graph in graphs]
-    seconds = max(_events(replays, len(replays), flush)) * 1e-6
-    return Timing.of(_events(replays, _runs(seconds + FLUSH_BYTES / 1e12), flush))
+    seconds = max(replay_us(replays, len(replays), flush)) * 1e-6
+    return Timing.of(replay_us(replays, _runs(seconds + FLUSH_BYTES / 1e12), flush))
 
 
 def _runs(seconds: float) -> int:
@@ -92,14 +92,14 @@ def _runs(seconds: float) -> int:
 def _clock(launch: Launch) -> Timing:
     launch()
     samples = []
-    for _ in range(_runs(_seconds(launch))):
+    for _ in range(_runs(rough_seconds(launch))):
         start = time.perf_counter()
         launch()
         samples.append((time.perf_counter() - start) * 1e6)
     return Timing.of(samples)
 
 
-def _seconds(launch: Launch) -> float:
+def rough_seconds(launch: Launch) -> float:
     """Roughly how long a call takes, the host's part included, once everything is compiled."""
     synchronize: Launch = torch.cuda.synchronize if torch.cuda.is_available() else int
     launch()
@@ -110,7 +110,8 @@ def _seconds(launch: Launch) -> float:
     return time.perf_counter() - start
 
 
-def _capture(launch: Launch, calls: int) -> torch.cuda.CUDAGraph:
+def capture(launch: Launch, calls: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of so many calls, replayed once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -130,7 +131,7 @@ def _flush(device: torch.device) -> Launch:
     return functools.partial(torch.amax, flushed, 0, out=largest)
 
 
-def _events(replays: Sequence[Launch], runs: int, before: Launch | None = None) -> list[float]:
+def replay_us(replays: Sequence[Launch], runs: int, before: Launch | None = None) -> list[float]:
     """Microseconds of ``runs`` replays, taken in turn, each after an untimed ``before``."""
     pairs = []
     for run in range(runs):

@@ -1,13 +1,18 @@
 """``kvscout bench``: figures for right variants, none for wrong ones."""
 
 import json
-import math
 
 import pytest
+import torch
 
 from kvscout.cli import bench
+from kvscout.ops.mqa_logits.variants.torch_reference import reference
 from kvscout.roofline import Cost
+from kvscout.testing import peers, sustained
+from kvscout.testing.case import BENCH, SUITE, cases, groups
 from kvscout.testing.measure import Measurement
+from kvscout.testing.peers import Peer
+from kvscout.testing.peers.mqa_logits import deliver
 from kvscout.testing.sweep import FAILED, PASSED, SKIPPED
 from kvscout.testing.timing import Timing
 
@@ -62,6 +67,10 @@ def test_a_wrong_variant_gets_no_figure(run, launch_instead):
         (("--cold",), "only a GPU's cache can be flushed"),
         (("--baseline", "nope"), "there is no 'nope'; mqa_logits has torch_chunked, "),
         (("--variant", "nope"), "there is no 'nope'; mqa_logits has torch_chunked, "),
+        (("--variant", "torch_chunked", "--variant", "nope"), "there is no 'nope'; mqa_logits has torch_chunked, "),
+        (("--against", "nope"), "there is no peer 'nope'; mqa_logits has aiter, deepgemm"),
+        (("--against", "aiter,nope"), "there is no peer 'nope'; mqa_logits has aiter, deepgemm"),
+        (("--model-shapes",), "--model-shapes: these cases are timed on a GPU"),
     ],
 )
 def test_bad_usage(run, words, message):
@@ -114,14 +123,137 @@ def test_means_are_geometric_and_of_cases_with_a_baseline(run, monkeypatch):
     code, out, _ = run(*ONE)
     assert code == 1
     rows = [line.split() for line in out.splitlines() if line.startswith("mqa_logits ")]
-    means = {variant: cells for _, variant, *cells in rows}
-    assert means["triton_fast"] == ["3", "4.00x", "2", "25%"]
-    assert means["torch_slow"] == ["2", "1.00x", "2", "-"]
+    means = {variant: cells for _, group, variant, *cells in rows if group == "all"}
+    assert means["triton_fast"] == ["3", "4.00x", "2.00x", "2", "25%"]
+    assert means["torch_slow"] == ["2", "1.00x", "1.00x", "2", "-"]
     assert "triton_bad" not in means
     assert "torch_slow is not timed on 1 case, too large: so" in out
 
 
-def test_geometric_mean():
-    assert bench._geomean([2.0, 8.0]) == pytest.approx(4.0)
-    assert bench._geomean([]) is None
-    assert math.isclose(bench._geomean([3.0]), 3.0)
+def test_variants_may_be_named_one_by_one_and_auto_beside_them(run, tmp_path):
+    file = tmp_path / "out.json"
+    words = ("--variant", "auto", "--variant", "torch_reference", "--baseline", "torch_reference", "--json", str(file))
+    code, out, _ = run(*ONE, *words)
+    assert code == 0
+    assert "auto (torch_chunked)" in out
+    found = json.loads(file.read_text())["measurements"]
+    assert [(m["variant"], m["chosen"]) for m in found] == [("torch_reference", ""), ("auto", "torch_chunked")]
+
+
+def test_back_to_back_times_have_columns(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(sustained, "SUSTAINED_S", 1e-3)
+    file = tmp_path / "out.json"
+    code, out, _ = run(*ONE, "--sustained", "--json", str(file))
+    assert code == 0
+    assert "us sustained" in out
+    *_, us, clock, power = row(out, "torch_chunked")
+    (found,) = json.loads(file.read_text())["measurements"]
+    assert float(us) == pytest.approx(found["sustained"]["us"], abs=0.01)
+    assert (clock, power, found["sustained"]["power_w"]) == ("-", "-", None)
+
+
+def call(prepared):
+    """What a right peer launches."""
+    return lambda: reference(*prepared.args[:6], dtype=torch.float32)
+
+
+@pytest.fixture
+def rivals(monkeypatch):
+    """Peers of the scores: a right one, one that forgets half of each logit, one that is not here, one that refuses."""
+    given = {
+        "right": {},
+        "wrong": {"prepare": lambda prepared: lambda: call(prepared)() / 2},
+        "absent": {"unavailable": lambda arch: f"needs another GPU than {arch}"},
+        "picky": {"refuses": lambda problem: f"has no kernel for {problem.num_heads} heads"},
+    }
+    default = {"unavailable": lambda arch: None, "refuses": lambda problem: None, "prepare": call, "deliver": deliver}
+    made = {name: Peer(**default | fields, distributions=("torch",), name=name) for name, fields in given.items()}
+    monkeypatch.setattr(peers, "names", lambda op: tuple(made) if op == "mqa_logits" else ())
+    monkeypatch.setattr(peers, "load", lambda op, name: made[name])
+    return made
+
+
+def test_a_right_peer_is_a_row_and_the_baseline(rivals, run, tmp_path):
+    file = tmp_path / "out.json"
+    code, out, err = run(*ONE, "--against", "right", "--json", str(file))
+    assert (code, err) == (0, "")
+    assert row(out, "right")[-1] == "1.00x"
+    assert "speed-ups are over right" in out
+    found = json.loads(file.read_text())
+    theirs, ours = found["measurements"]
+    assert (theirs["variant"], theirs["peer"], theirs["baseline"]) == ("right", True, True)
+    assert ours["speedup"] == pytest.approx(theirs["hot"]["median_us"] / ours["hot"]["median_us"])
+    assert found["versions"]["right"] == found["versions"]["torch"]
+    means = {mean["variant"]: mean for mean in found["means"]}
+    assert means["torch_chunked"]["over"]["right"]["mean"] == pytest.approx(ours["speedup"])
+
+
+def test_a_peer_as_baseline_need_not_be_named_twice(rivals, run):
+    code, out, _ = run(*ONE, "--baseline", "right")
+    assert code == 0
+    assert row(out, "right")[-1] == "1.00x"
+    assert row(out, "torch_chunked")[-1].endswith("x")
+
+
+def test_peers_beside_a_variant_as_baseline_have_means_of_their_own(rivals, run):
+    code, out, _ = run(*ONE, "--against", "right", "--baseline", "torch_reference")
+    assert code == 0
+    assert "speed-ups are over torch_reference" in out
+    assert "over right" in out[out.index("geometric means") :]
+
+
+def test_a_wrong_peer_gets_no_figure(rivals, run):
+    code, out, err = run(*ONE, "--against", "wrong,right")
+    assert code == 1
+    assert row(out, "wrong")[2:] == ["failed", *["-"] * 8]
+    assert "FAILED mqa_logits 17x76-h8-d64-causal-clean wrong: logits: largest relative difference" in err
+    assert float(row(out, "right")[2]) > 0
+    assert row(out, "torch_chunked")[-1] == "-"
+
+
+def test_a_peer_that_is_not_here_says_why_and_the_rest_goes_on(rivals, run, tmp_path):
+    file = tmp_path / "out.json"
+    code, out, err = run(*ONE, "--against", "absent,right", "--json", str(file))
+    assert code == 0
+    assert err == "absent is not timed on mqa_logits: needs another GPU than cpu\n"
+    assert out.splitlines()[-1] + "\n" == err
+    assert json.loads(file.read_text())["peers_missing"] == {"mqa_logits absent": err.strip()}
+    assert row(out, "right")[-1] == "1.00x"
+
+
+def test_a_peer_that_refuses_says_why(rivals, run):
+    code, out, _ = run(*ONE, "--against", "picky")
+    assert code == 0
+    assert "picky is not timed on 1 case, has no kernel for 8 heads" in out
+    assert row(out, "torch_chunked")[-1] == "-"
+
+
+def test_the_libraries_themselves_are_not_for_the_cpu(run):
+    code, _, err = run(*ONE, "--against", "deepgemm,aiter")
+    assert code == 0
+    assert "deepgemm is not timed on mqa_logits: has kernels for sm_90 and sm_100; this is cpu" in err
+    assert "aiter is not timed on mqa_logits: a Triton kernel needs a GPU; these tensors are on cpu" in err
+
+
+WORK = [bench.Work(case, ()) for op in ("mqa_logits", "topk") for case in cases(op, [BENCH])]
+
+
+def test_presets_add_up():
+    names = groups("mqa_logits")
+    assert set(bench.PRESETS) == set(names)
+    for presets in (["model-shapes"], ["unaligned", "few-rows"], list(bench.PRESETS)):
+        chosen = {item.case.name for item in bench._of_presets(WORK, presets, [BENCH])}
+        assert chosen == frozenset().union(*(names[preset] for preset in presets))
+    assert bench._of_presets(WORK, None, [SUITE]) == WORK
+
+
+def test_a_preset_without_a_selected_case():
+    with pytest.raises(bench.UsageError, match="--few-rows: none of these cases"):
+        bench._of_presets([item for item in WORK if item.case.op == "topk"], ["few-rows"], [BENCH])
+
+
+def test_every_preset_is_an_option():
+    parser = bench.argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    args = parser.parse_args([f"--{name}" for name in bench.PRESETS])
+    assert args.presets == list(bench.PRESETS)

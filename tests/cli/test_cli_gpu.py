@@ -45,6 +45,28 @@ def test_bench(run, tmp_path):
         assert m["speedup"] > 0
 
 
+def test_peers_are_right_and_timed_or_named_as_missing(run, tmp_path):
+    file = tmp_path / "out.json"
+    words = (
+        "--case",
+        "1023x1023-h64",
+        "--variant",
+        "auto",
+        "--against",
+        "deepgemm,aiter",
+        "--sustained",
+        "--json",
+        str(file),
+    )
+    code, _, _ = run("bench", "mqa_logits", *words)
+    assert code == 0
+    found = json.loads(file.read_text())
+    passed = {m["variant"]: m for m in found["measurements"] if m["status"] == "passed"}
+    assert {*passed, *(key.split()[1] for key in found["peers_missing"])} >= {"auto", "deepgemm", "aiter"}
+    for m in passed.values():
+        assert m["sustained"]["us"] < 3 * m["cold"]["median_us"]
+
+
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_a_variant_that_breaks_the_context_ends_the_run_with_what_was_found(command, root, run_python, tmp_path):
     shutil.copytree(root / "kvscout", tmp_path / "kvscout", ignore=shutil.ignore_patterns("__pycache__"))

@@ -5,13 +5,15 @@ import torch
 
 from kvscout.device import GPUS
 from kvscout.roofline import Cost
-from kvscout.testing import measure, timing
-from kvscout.testing.measure import Measurement, measure_case
+from kvscout.testing import measure, sustained, timing
+from kvscout.testing.measure import Measurement, Wanted, measure_case
+from kvscout.testing.peers import Peer
 from kvscout.testing.sweep import FAILED, PASSED, REFUSED, SKIPPED
 from kvscout.testing.timing import Timing
 
 CPU = torch.device("cpu")
 COST = Cost(flops=4_000_000, bytes=8_000_000)
+HOT = Wanted(cold=False)
 
 
 def wrong(problem, config, args):
@@ -24,7 +26,7 @@ def short(monkeypatch):
 
 
 def measured(doubling, names=None, **options):
-    return list(measure_case(doubling.case(cost=COST), CPU, names, cold=False, **options))
+    return list(measure_case(doubling.case(cost=COST), CPU, names, wanted=HOT, **options))
 
 
 def test_the_cpu_times_what_a_call_would_get(doubling):
@@ -61,20 +63,105 @@ def test_a_wrong_result_on_any_of_the_inputs_is_seen(doubling, monkeypatch):
     assert found.status == FAILED
 
 
+def test_auto_is_what_a_call_would_get(doubling):
+    doubling(torch_low=doubling.variant(rank=1), torch_high=doubling.variant(rank=20))
+    baseline, auto = measured(doubling, ("auto",), baseline="torch_low")
+    assert (baseline.variant, baseline.chosen) == ("torch_low", "")
+    assert (auto.variant, auto.chosen, auto.config, auto.status) == ("auto", "torch_high", "default", PASSED)
+
+
+def test_auto_without_a_variant_says_so(doubling):
+    doubling(torch_refuses=doubling.variant(refuses=lambda problem: "wants more"))
+    (found,) = measured(doubling, ("auto",))
+    assert (found.variant, found.status) == ("auto", FAILED)
+    assert "no variant of doubling serves" in found.message
+
+
+def test_back_to_back_times_are_taken_where_asked_for(doubling, monkeypatch):
+    monkeypatch.setattr(sustained, "SUSTAINED_S", 1e-4)
+    doubling(torch_right=doubling.variant())
+    (found,) = measure_case(doubling.case(), CPU, wanted=Wanted(cold=False, sustained=True))
+    assert found.sustained.us > 0
+    (found,) = measured(doubling)
+    assert found.sustained is None
+
+
+def peer(name="rival", launch=lambda x: 2 * x, refuses=lambda problem: None, prepare=None):
+    """A peer of the doubling op with an output of its own."""
+    return Peer(
+        unavailable=lambda arch: None,
+        refuses=refuses,
+        prepare=prepare or (lambda prepared: lambda: launch(prepared.args[0])),
+        deliver=lambda prepared, returned: prepared.args[1].copy_(returned),
+        name=name,
+    )
+
+
+def test_a_peer_is_checked_and_timed_after_the_variants(doubling):
+    doubling(torch_right=doubling.variant())
+    ours, theirs = measured(doubling, ("torch_right",), peers=[peer()])
+    assert (ours.variant, ours.peer, ours.baseline) == ("torch_right", False, True)
+    assert (theirs.variant, theirs.peer, theirs.baseline, theirs.status) == ("rival", True, False, PASSED)
+    assert theirs.hot.median_us > 0
+    assert theirs.cost == COST
+
+
+def test_a_peer_as_baseline_is_timed_first(doubling):
+    doubling(torch_right=doubling.variant())
+    found = measured(doubling, ("torch_right",), peers=[peer("other"), peer()], baseline="rival")
+    assert [(m.variant, m.baseline) for m in found] == [("rival", True), ("torch_right", False), ("other", False)]
+
+
+def test_a_wrong_peer_gets_no_figure_and_the_next_one_is_timed(doubling):
+    doubling(torch_right=doubling.variant())
+    _, wrong_one, right_one = measured(doubling, peers=[peer("wrong", lambda x: 2 * x + 1), peer()])
+    assert (wrong_one.status, wrong_one.judged, wrong_one.peer) == (FAILED, None, True)
+    assert "largest relative difference" in wrong_one.message
+    assert right_one.status == PASSED
+
+
+def test_a_peer_that_writes_nothing_does_not_pass_on_what_a_variant_left(doubling):
+    doubling(torch_right=doubling.variant())
+    silent = Peer(lambda arch: None, lambda problem: None, lambda prepared: int, lambda prepared, returned: None)
+    _, found = measured(doubling, peers=[silent])
+    assert found.status == FAILED
+    assert "NaN positions differ" in found.message
+
+
+def raises(*_):
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("where", [{"prepare": raises}, {"launch": raises}])
+def test_a_peer_that_raises_says_why(doubling, where):
+    doubling(torch_right=doubling.variant())
+    ours, theirs = measured(doubling, peers=[peer(**where)])
+    assert (ours.status, theirs.status, theirs.message) == (PASSED, FAILED, "RuntimeError: no such kernel")
+
+
+def test_a_peer_may_refuse_and_then_there_is_no_baseline(doubling):
+    doubling(torch_right=doubling.variant())
+    found = measured(doubling, peers=[peer(refuses=lambda problem: "wants less")], baseline="rival")
+    assert [(m.variant, m.status, m.message, m.baseline) for m in found] == [
+        ("torch_right", PASSED, "", False),
+        ("rival", REFUSED, "wants less", False),
+    ]
+
+
 def test_what_cannot_be_timed_says_why(doubling):
     doubling(
         torch_refuses=doubling.variant(refuses=lambda problem: "wants more"),
         torch_right=doubling.variant(),
     )
     case = doubling.case(cost=Cost(flops=10**15, bytes=1))
-    found = list(measure_case(case, CPU, ("torch_refuses", "torch_right"), cold=False))
+    found = list(measure_case(case, CPU, ("torch_refuses", "torch_right"), wanted=HOT))
     assert [(m.status, m.baseline) for m in found] == [(REFUSED, False), (SKIPPED, False)]
     assert found[0].message == "wants more"
 
 
 def test_inputs_that_cannot_be_made(doubling):
     doubling(torch_right=doubling.variant())
-    (found,) = measure_case(doubling.case(prepare_raises=ValueError("no")), CPU, cold=False)
+    (found,) = measure_case(doubling.case(prepare_raises=ValueError("no")), CPU, wanted=HOT)
     assert (found.status, found.message) == (FAILED, "cannot be prepared: ValueError: no")
 
 

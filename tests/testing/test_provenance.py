@@ -28,6 +28,16 @@ def test_a_missing_package_has_no_version(monkeypatch):
     assert provenance.versions()["nothing"] is None
 
 
+def test_a_record_may_name_more_packages():
+    found = provenance.record(CPU, "kvscout bench", {"rival": ("a-package-that-nobody-has", "torch")})["versions"]
+    assert found["rival"] == found["torch"]
+    assert "rival" not in provenance.versions()
+
+
+def test_a_cpu_has_nothing_that_nvidia_smi_says():
+    assert provenance.nvidia_smi(CPU, {"clock": "clocks.sm"}) == {"clock": None}
+
+
 def test_the_commit_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
     assert provenance.commit() is None

@@ -23,10 +23,10 @@ def test_the_median_shrugs_at_one_slow_sample():
 def test_clock_measures_what_the_launch_takes():
     found = timing.hot(lambda: time.sleep(0.01), CPU)
     assert 10_000 <= found.min_us <= found.median_us < 100_000
-    assert timing.MIN_RUNS <= found.runs <= 20
+    assert timing.MIN_RUNS <= found.runs <= 10
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(1e-6, 200), (1e-3, 200), (0.01, 20), (0.1, 5), (3.0, 5), (0.0, 200)])
+@pytest.mark.parametrize(("seconds", "runs"), [(1e-6, 200), (1e-3, 100), (0.01, 10), (0.1, 5), (3.0, 5), (0.0, 200)])
 def test_runs_fill_the_target_within_bounds(seconds, runs):
     assert timing._runs(seconds) == runs
 

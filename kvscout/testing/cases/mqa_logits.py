@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +26,18 @@ FLOAT32_ERROR = 2e-6
 # A NaN of e4m3fn.
 NAN_BITS = 0x7F
 
-# Rows of a large case that are compared with float64; its -inf and NaN positions are compared in every row.
+# Rows of a large case that are compared with float64; its -inf and NaN positions are compared in every row, a block of
+# rows with at most so many logits at a time, so that a case of 4 GB needs a few hundred MB more.
 SAMPLED_DOTS = 1 << 27
+BLOCK_LOGITS = 1 << 26
+
+
+class Sample(NamedTuple):
+    """Rows of a case with their logits in float64 and in float32."""
+
+    rows: torch.Tensor
+    expected: torch.Tensor
+    same: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class MqaLogitsCase:
             problem=problem,
             args=args,
             outputs={"logits": out.view},
-            check=lambda variant: [self._compare(args, variant)],
+            check=functools.partial(self._check, args, functools.cache(functools.partial(self._sample, args))),
             guards=[out],
             cost=cost(scored, self.rows, self.keys, self.heads, self.dim, self.clean),
         )
@@ -100,29 +112,52 @@ class MqaLogitsCase:
             return values * torch.randn(shape[:-1], generator=generator, device=generator.device).exp()[..., None]
         return values
 
-    def _compare(self, args: api.Args, variant: str) -> Comparison:
-        inside = window(args.ks, args.ke, self.keys)
-        outside = float("-inf" if self.clean else "nan")
-        positions = torch.where(inside, self._nan_inside(args), outside)
-        found = close("positions", torch.where(inside & args.out.isfinite(), 0.0, args.out), positions, Budget(0, 0))
-        if not found.ok:
-            return found
-        # Rows spread over the whole case, as many as the float64 reference can hold at once.
-        count = max(1, min(self.rows, SAMPLED_DOTS // max(1, self.heads * self.keys)))
-        rows = torch.linspace(0, self.rows - 1, count, device=inside.device).long().unique()
-        q, k, k_scale, weights, ks, ke, q_scale, out = args
-        some = (q[rows], k, k_scale, weights[rows], ks[rows], ke[rows], None if q_scale is None else q_scale[rows])
-        expected = torch.where(inside[rows], reference(*some), outside)
-        extra = FLOAT32_ERROR if variant.startswith("torch") or not out.is_cuda else MATRIX_UNIT_ERROR
-        same = torch.where(inside[rows], reference(*some, dtype=torch.float32), outside)
-        return close("logits", out[rows], expected, Budget.from_same_precision(same, expected, extra))
+    def _check(self, args: api.Args, sample: Callable[[], Sample], variant: str) -> list[Comparison]:
+        """The positions of every logit, then the values of some rows, which float64 is asked for once a case."""
+        positions = self._positions(args)
+        if not positions.ok:
+            return [positions]
+        rows, expected, same = sample()
+        extra = FLOAT32_ERROR if variant.startswith("torch") or not args.out.is_cuda else MATRIX_UNIT_ERROR
+        return [close("logits", args.out[rows], expected, Budget.from_same_precision(same, expected, extra))]
 
-    def _nan_inside(self, args: api.Args) -> torch.Tensor:
-        """``[S, N]``: NaN where a row or a key holds one, 0 elsewhere."""
+    def _positions(self, args: api.Args) -> Comparison:
+        """Whether -inf and NaN are where they must be, and numbers where they are not."""
+        nan_of_rows_and_keys = self._nan_inside(args)
+        block = max(1, BLOCK_LOGITS // max(1, self.keys))
+        for first in range(0, self.rows, block):
+            rows = slice(first, first + block)
+            out, inside = args.out[rows], window(args.ks[rows], args.ke[rows], self.keys)
+            expected = torch.where(inside, 0.0, self._outside)
+            if nan_of_rows_and_keys is not None:
+                of_rows, of_keys = nan_of_rows_and_keys
+                expected.masked_fill_(inside & (of_rows[rows, None] | of_keys), float("nan"))
+            got = torch.where(inside & out.isfinite(), 0.0, out)
+            if not ((got == expected) | (got.isnan() & expected.isnan())).all():
+                name = "positions" if block >= self.rows else f"positions in the rows from {first}"
+                return close(name, got, expected, Budget(0, 0))
+        return Comparison("positions", "")
+
+    @property
+    def _outside(self) -> float:
+        """What lies outside the windows: -inf, or the poison that must not be written over."""
+        return float("-inf" if self.clean else "nan")
+
+    def _sample(self, args: api.Args) -> Sample:
+        """Rows spread over the whole case, as many as the float64 reference can hold at once."""
+        count = max(1, min(self.rows, SAMPLED_DOTS // max(1, self.heads * self.keys)))
+        rows = torch.linspace(0, self.rows - 1, count, device=args.q.device).long().unique()
+        q, k, k_scale, weights, ks, ke, q_scale, _ = args
+        some = (q[rows], k, k_scale, weights[rows], ks[rows], ke[rows], None if q_scale is None else q_scale[rows])
+        inside = window(ks[rows], ke[rows], self.keys)
+        double, single = (reference(*some, dtype=dtype) for dtype in (torch.float64, torch.float32))
+        return Sample(rows, *(torch.where(inside, logits, self._outside) for logits in (double, single)))
+
+    def _nan_inside(self, args: api.Args) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Which rows and which keys hold a NaN; None where the values are not of that kind."""
         if self.values != "nan":
-            return torch.zeros_like(args.out)
-        of_rows = args.q.float().isnan().any(2).any(1)
-        return torch.where(of_rows[:, None] | args.k.float().isnan().any(1), float("nan"), 0.0)
+            return None
+        return args.q.float().isnan().any(2).any(1), args.k.float().isnan().any(1)
 
 
 def _suite() -> Iterator[MqaLogitsCase]:
@@ -173,22 +208,47 @@ def _full() -> Iterator[MqaLogitsCase]:
     yield MqaLogitsCase(17000, 131072, 8, 64, False, "causal", level=FULL)
 
 
-MODEL_SHAPES = ((1, 4096, 4096), (1, 8192, 8192), (2, 8192, 8192), (4, 8192, 8192), (1, 8192, 32768), (2, 8192, 32768))
-LONG_CONTEXT = ((1024, 131072), (1365, 98304), (2048, 65536), (4096, 32768), (4096, 36864), (8192, 40960))
 SQUARES = (1024, 2048, 4096, 8192, 16384)
 FEW_ROWS = ((64, 8192), (16, 131072), (1, 131072))
+LONG_CONTEXT = ((1024, 131072), (1365, 98304), (2048, 65536), (4096, 32768), (4096, 36864), (8192, 40960))
+# Sequences, then the rows and the keys of each.
+MODEL_SHAPES = ((1, 4096, 4096), (1, 8192, 8192), (2, 8192, 8192), (4, 8192, 8192), (1, 8192, 32768), (2, 8192, 32768))
+# Sequences, then the rows and the keys of all: prompts, the last one shorter; chunks of rows after long prefixes; many
+# short prompts; a few rows of each of many sequences.
+PACKED = ((7, 20007, 20007), (7, 7 * 512, 7 * 20007), (64, 64 * 257, 64 * 257), (32, 32 * 4, 32 * 4099))
+UNALIGNED = ((1023, 1023), (4095, 4095), (8191, 8191), (16383, 16383), (4095, 36863), (8191, 40959))
+
+
+def _bench_case(rows: int, keys: int, heads: int, clean: bool = False, sequences: int = 1) -> MqaLogitsCase:
+    kind = "packed" if sequences > 1 else "causal"
+    return MqaLogitsCase(rows, keys, heads, 128, clean, kind, sequences=sequences, level=BENCH)
+
+
+def _of_shapes(shapes: Iterable[tuple[int, int]]) -> list[MqaLogitsCase]:
+    return [_bench_case(*shape, heads) for heads in (64, 32) for shape in shapes]
+
+
+GROUPS = {
+    "squares": _of_shapes([(n, n) for n in SQUARES]),
+    "few-rows": _of_shapes(FEW_ROWS),
+    "long-context": _of_shapes(LONG_CONTEXT),
+    "model-shapes": [
+        _bench_case(batch * rows, batch * keys, heads, clean, batch)
+        for heads in (64, 32)
+        for batch, rows, keys in MODEL_SHAPES
+        for clean in (False, True)
+    ],
+    "packed-shapes": [
+        _bench_case(rows, keys, heads, sequences=batch) for heads in (64, 32) for batch, rows, keys in PACKED
+    ],
+    "unaligned": _of_shapes(UNALIGNED),
+}
+"""What ``bench`` times, by the name of the option that selects it. A case may be in several groups."""
 
 
 def _bench() -> Iterator[MqaLogitsCase]:
-    """Squares, few rows, the model shapes (block-diagonal) and long cached prefixes."""
-    for heads in (64, 32):
-        for rows, keys in (*((n, n) for n in SQUARES), *FEW_ROWS, *LONG_CONTEXT):
-            yield MqaLogitsCase(rows, keys, heads, 128, False, level=BENCH)
-        for batch, rows, keys in MODEL_SHAPES:
-            for clean in (False, True):
-                kind = "packed" if batch > 1 else "causal"
-                shape = (batch * rows, batch * keys, heads, 128, clean, kind)
-                yield MqaLogitsCase(*shape, sequences=batch, level=BENCH)
+    for group in GROUPS.values():
+        yield from group
 
 
 def _unique(found: Iterator[MqaLogitsCase]) -> dict[str, MqaLogitsCase]:

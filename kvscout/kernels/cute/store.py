@@ -1,0 +1,95 @@
+"""Where the files of kernels lie, and how they are written and checked.
+
+``<cache>/<arch>-<machine>/<kernel>/<fingerprint>/cute-<version>.so``: a folder that holds nothing else, and that can be
+copied to another machine. A file ends in the SHA-256 of the rest: to load a truncated library would kill the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .program import ARCH, Program, fingerprint
+
+SEAL = b"\nkvscout kernel, sha256: "
+SEAL_BYTES = len(SEAL) + hashlib.sha256().digest_size
+
+
+def folder(root: Path, program: Program) -> Path:
+    """The folder of a kernel's files within a cache."""
+    return root / f"{ARCH}-{platform.machine()}" / program.name / fingerprint(program)
+
+
+def file(root: Path, program: Program, version: str) -> Path:
+    """The file that this version of the compiler makes."""
+    return folder(root, program) / f"cute-{version}.so"
+
+
+def files(root: Path, program: Program) -> list[Path]:
+    """Every whole file of a kernel, by any version of the compiler, the newest version first."""
+    found = folder(root, program).glob("cute-*.so")
+    return [path for path in sorted(found, key=_version, reverse=True) if is_whole(path)]
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", path.stem)))
+
+
+def write(path: Path, library: bytes) -> None:
+    """Write a library and its seal; a reader sees all of it or what was there before.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(library + SEAL + hashlib.sha256(library).digest())
+            # mkstemp's files are for their owner alone; a cache may be shared.
+            os.fchmod(stream.fileno(), 0o755)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there, readable, and as it was written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    library, seal = content[:-SEAL_BYTES], content[-SEAL_BYTES:]
+    return seal == SEAL + hashlib.sha256(library).digest()
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Make a folder, and hold it against other processes and threads while the block runs.
+
+    On a file system without such locks the block runs all the same: files are replaced whole.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@functools.cache
+def temporary() -> tempfile.TemporaryDirectory[str]:
+    """A folder of this process alone, for kernels that the cache cannot take; it goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="kvscout-")

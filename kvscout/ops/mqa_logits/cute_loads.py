@@ -1,0 +1,137 @@
+"""The two producer warps: they walk the thread block's share and keep the rings of queries and keys full.
+
+A *task* is some tiles of one block of query rows. Its queries, weights and windows go to a stage of the query ring, its
+keys and their scales to one stage of the key ring a tile. One warp loads queries and keys, the other one all the rest
+of a task; both walk the same share. After the last task comes an empty one.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ...kernels.cute.dsl import copy_async_4
+from .cute_schedule import share_of, task_of, window
+from .cute_tile import Tile
+
+
+@cute.jit
+def load_matrices(tile: cutlass.Constexpr[Tile], lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys):
+    """Load the queries, the keys and the keys' scales of every task."""
+    q_empty, q_full, k_full, k_empty = shared.q_empty, shared.q_full, shared.k_full, shared.k_empty
+    boxes = cute.local_tile(tma_q, (tile.dim, 2, tile.quad_rows, tile.heads // 2), (0, 0, None, 0))
+    keys = cute.local_tile(tma_k, (tile.stage_keys, tile.dim), (None, 0))
+    one = cute.make_layout(1)
+    box_to, box_from = cpasync.tma_partition(
+        copy_q, 0, one, cute.group_modes(shared.q_boxes, 0, 4), cute.group_modes(boxes, 0, 4)
+    )
+    keys_to, keys_from = cpasync.tma_partition(
+        copy_k, 0, one, cute.group_modes(shared.k_stages, 0, 2), cute.group_modes(keys, 0, 2)
+    )
+    boxes_per_block = tile.query_tiles * tile.groups
+    q_stage = Int32(0)
+    q_phase = Int32(1)
+    k_stage = Int32(0)
+    k_phase = Int32(1)
+    block, before, begin, end = share_of(shared.share)
+    while before < end:
+        low, high, before = task_of(tile, block, before, begin, end, lane, data, num_rows, num_keys)
+        if low < high:
+            cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(q_full + q_stage, tile.query_bytes)
+            for box in cutlass.range_constexpr(boxes_per_block):
+                cute.copy(
+                    copy_q,
+                    box_from[(None, block * boxes_per_block + box)],
+                    box_to[(None, q_stage * boxes_per_block + box)],
+                    tma_bar_ptr=q_full + q_stage,
+                )
+            q_stage = q_stage ^ 1
+            if q_stage == 0:
+                q_phase = q_phase ^ 1
+            for i in cutlass.range(low, high, unroll=1):
+                cute.arch.mbarrier_wait(k_empty + k_stage, k_phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(k_full + k_stage, tile.stage_bytes)
+                cute.copy(copy_k, keys_from[(None, i)], keys_to[(None, k_stage)], tma_bar_ptr=k_full + k_stage)
+                for part in cutlass.range_constexpr(tile.stage_keys // 32):
+                    key = i * tile.stage_keys + part * 32 + lane
+                    source = data.k_scale.iterator + cutlass.min(key, num_keys - 1)
+                    place = k_stage * tile.stage_keys + part * 32 + lane
+                    copy_async_4(shared.k_scale.iterator + place, source, key < num_keys)
+                cute.arch.cp_async_mbarrier_arrive_noinc(k_full + k_stage)
+                k_stage += 1
+                if k_stage == tile.kv_stages:
+                    k_stage = Int32(0)
+                    k_phase = k_phase ^ 1
+        block += 1
+    cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(q_full + q_stage)
+
+
+@cute.jit
+def load_tasks(tile: cutlass.Constexpr[Tile], lane, data, shared, num_rows, num_keys):
+    """Write every task: its block and tiles, its rows' windows and weights."""
+    stage = Int32(0)
+    phase = Int32(1)
+    block, before, begin, end = share_of(shared.share)
+    while before < end:
+        low, high, before = task_of(tile, block, before, begin, end, lane, data, num_rows, num_keys)
+        if low < high:
+            cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
+            _load_weights(tile, lane, block, stage, data, shared, num_rows)
+            _write_windows(tile, lane, block, stage, data, shared, num_rows, num_keys)
+            _hand_on(lane, block, low, high - low, stage, shared)
+            stage = stage ^ 1
+            if stage == 0:
+                phase = phase ^ 1
+        block += 1
+    cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
+    _hand_on(lane, block, Int32(0), Int32(0), stage, shared)
+
+
+@cute.jit
+def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, shared, num_rows):
+    """Start copying the block's weights (and scales of the queries), each lane's heads side by side."""
+    total = tile.block_rows * tile.heads
+    for i in cutlass.range((total + 31) // 32, unroll=8):
+        index = cutlass.min(i * 32 + lane, total - 1)
+        in_block = index // tile.heads
+        head = index % tile.heads
+        pair = head // 2
+        place = (pair % tile.row_lanes) * (2 * tile.pairs) + (pair // tile.row_lanes) * 2 + head % 2
+        row = block * tile.block_rows + in_block
+        inside = row < num_rows
+        row = cutlass.min(row, num_rows - 1)
+        to = shared.weights.iterator + shared.weights.layout((place, in_block, stage))
+        copy_async_4(to, data.weights.iterator + data.weights.layout((row, head)), inside)
+        if data.has_q_scale != 0:
+            to = shared.q_scale.iterator + shared.q_scale.layout((place, in_block, stage))
+            copy_async_4(to, data.q_scale.iterator + data.q_scale.layout((row, head)), inside)
+
+
+@cute.jit
+def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, stage, data, shared, num_rows, num_keys):
+    """Write the windows of the block's rows; empty ones for rows past the last."""
+    for i in cutlass.range_constexpr((tile.block_rows + 31) // 32):
+        in_block = lane + 32 * i
+        if in_block < tile.block_rows:
+            row = block * tile.block_rows + in_block
+            start, end = window(data, row, num_rows, num_keys)
+            shared.windows[0, in_block, stage] = start
+            shared.windows[1, in_block, stage] = cutlass.select_(row < num_rows, end, 0)
+
+
+@cute.jit
+def _hand_on(lane, block, first, count, stage, shared):
+    """Write the task and arrive: at once for what was written, and when they are there for copies under way."""
+    if lane == 0:
+        shared.tasks[stage, 0] = block
+        shared.tasks[stage, 1] = first
+        shared.tasks[stage, 2] = count
+    cute.arch.cp_async_mbarrier_arrive_noinc(shared.q_full + stage)
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(shared.q_full + stage)

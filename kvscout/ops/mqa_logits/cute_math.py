@@ -1,0 +1,192 @@
+"""The two multiplying warpgroups: keys times queries, relu, weights, the sum over heads, and the stores."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from ...kernels.cute.dsl import add_weighted_relu
+from .cute_tile import KEYS, Tile
+
+
+@cute.jit
+def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows, num_keys):
+    """Compute every task that the producer hands on, until the empty one."""
+    lane = thread % 32
+    group = cute.arch.make_warp_uniform(thread // 128)
+    # The rows of a warpgroup's windows and weights in the block.
+    rows_at = group * tile.rows if cutlass.const_expr(tile.split == "rows") else Int32(0)
+    mma, mma_first = mmas
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    mma_first.set(warpgroup.Field.ACCUMULATE, False)
+    slice_ = mma.get_slice(thread % 128)
+    keys = mma.make_fragment_A(slice_.partition_A(shared.k_halves))
+    queries = mma.make_fragment_B(slice_.partition_B(shared.q_tiles))
+    dots = cute.make_rmem_tensor(slice_.partition_shape_C((KEYS, tile.columns)), Float32)
+    weights = cute.make_rmem_tensor((tile.groups * tile.pairs * 2,), Float32)
+    # This thread's accumulators belong to two keys, eight apart, and to one row of each group of rows.
+    my_key = (thread % 128) // 32 * 16 + lane // 4
+    my_row = lane % tile.quad_rows
+    my_share = lane % 4 // tile.quad_rows
+    half_at = group * tile.halves if cutlass.const_expr(tile.split == "keys") else Int32(0)
+    q_stage = Int32(0)
+    q_phase = Int32(0)
+    k_stage = Int32(0)
+    k_phase = Int32(0)
+    cute.arch.mbarrier_wait(shared.q_full, 0)
+    left = shared.tasks[0, 2]
+    while left > 0:
+        block = shared.tasks[q_stage, 0]
+        tile_index = shared.tasks[q_stage, 1]
+        _load_weights(tile, weights, data.has_q_scale, shared, rows_at + my_row, my_share, q_stage)
+        row = block * tile.block_rows + rows_at + my_row
+        out = data.out.iterator + cutlass.Int64(row) * data.out.stride[0]
+        inner_begin, inner_end = _inner_tiles(tile, lane, rows_at, q_stage, shared, num_keys)
+        stop = tile_index + left
+        # The inner loop has tiles that every row sees wholly.
+        inner_begin = cutlass.min(cutlass.max(inner_begin, tile_index), stop)
+        inner_end = cutlass.min(cutlass.max(inner_end, inner_begin), stop)
+        q_tile = q_stage * tile.query_tiles
+        if cutlass.const_expr(tile.split == "rows"):
+            q_tile += group
+        while tile_index < stop:
+            if tile_index == inner_begin and inner_begin < inner_end:
+                for i in cutlass.range(inner_begin, inner_end, unroll=1):
+                    cute.arch.mbarrier_wait(shared.k_full + k_stage, k_phase)
+                    for half in cutlass.range_constexpr(tile.halves):
+                        first = i * tile.stage_keys + (half_at + half) * KEYS + my_key
+                        scales = _multiply(tile, half, mmas, dots, keys, queries, k_stage, half_at, q_tile, my_key, lane,
+                                           shared)  # fmt: skip
+                        _finish(tile, True, dots, weights, scales, first, my_share, row, out,
+                                rows_at + my_row, q_stage, data, shared, num_rows, num_keys)  # fmt: skip
+                    k_stage += 1
+                    if k_stage == tile.kv_stages:
+                        k_stage = Int32(0)
+                        k_phase = k_phase ^ 1
+                tile_index = inner_end
+            else:
+                cute.arch.mbarrier_wait(shared.k_full + k_stage, k_phase)
+                for half in cutlass.range_constexpr(tile.halves):
+                    first = tile_index * tile.stage_keys + (half_at + half) * KEYS + my_key
+                    scales = _multiply(tile, half, mmas, dots, keys, queries, k_stage, half_at, q_tile, my_key, lane,
+                                       shared)  # fmt: skip
+                    _finish(tile, False, dots, weights, scales, first, my_share, row, out,
+                            rows_at + my_row, q_stage, data, shared, num_rows, num_keys)  # fmt: skip
+                tile_index += 1
+                k_stage += 1
+                if k_stage == tile.kv_stages:
+                    k_stage = Int32(0)
+                    k_phase = k_phase ^ 1
+        if lane == 0:
+            cute.arch.mbarrier_arrive(shared.q_empty + q_stage)
+        q_stage = q_stage ^ 1
+        if q_stage == 0:
+            q_phase = q_phase ^ 1
+        cute.arch.mbarrier_wait(shared.q_full + q_stage, q_phase)
+        left = shared.tasks[q_stage, 2]
+
+
+@cute.jit
+def _load_weights(tile: cutlass.Constexpr[Tile], weights, has_q_scale, shared, row, my_share, q_stage):
+    """Half of each weight into registers: ``add_weighted_relu`` doubles."""
+    count = 2 * tile.pairs
+    for group in cutlass.range_constexpr(tile.groups):
+        for i in cutlass.range_constexpr(count):
+            place = my_share * count + i
+            weight = shared.weights[place, row + 4 * group, q_stage] * Float32(0.5)
+            weights[group * count + i] = weight
+    if has_q_scale != 0:
+        for group in cutlass.range_constexpr(tile.groups):
+            for i in cutlass.range_constexpr(count):
+                scale = shared.q_scale[my_share * count + i, row + 4 * group, q_stage]
+                weights[group * count + i] = weights[group * count + i] * scale
+
+
+@cute.jit
+def _inner_tiles(tile: cutlass.Constexpr[Tile], lane, rows_at, q_stage, shared, num_keys):
+    """First tile that lies in the windows of all rows of the warpgroup, and the first after it that does not."""
+    last_start = Int32(0)
+    first_end = num_keys
+    if lane < tile.rows:
+        last_start = shared.windows[0, rows_at + lane, q_stage]
+        first_end = shared.windows[1, rows_at + lane, q_stage]
+    last_start = cute.arch.warp_redux_sync(last_start, kind="max")
+    first_end = cute.arch.warp_redux_sync(first_end, kind="min")
+    return (last_start + tile.stage_keys - 1) // tile.stage_keys, first_end // tile.stage_keys
+
+
+@cute.jit
+def _multiply(
+    tile: cutlass.Constexpr[Tile], half: cutlass.Constexpr[int], mmas, dots, keys, queries, k_stage, half_at, q_tile,
+    my_key, lane, shared,
+):  # fmt: skip
+    """``dots = keys . queries`` of 64 keys; gives the stage back after its last use. Returns this thread's scales."""
+    mma, mma_first = mmas
+    halves = tile.stage_keys // KEYS
+    place = k_stage * tile.stage_keys + (half_at + half) * KEYS + my_key
+    scales = shared.k_scale[place], shared.k_scale[place + 8]
+    warpgroup.fence()
+    for step in cutlass.range_constexpr(tile.dim // 32):
+        cute.gemm(
+            mma if step else mma_first,
+            dots,
+            keys[(None, None, step, k_stage * halves + half_at + half)],
+            queries[(None, None, step, q_tile)],
+            dots,
+        )
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(half == tile.halves - 1):
+        if lane == 0:
+            cute.arch.mbarrier_arrive(shared.k_empty + k_stage)
+    return scales
+
+
+@cute.jit
+def _finish(
+    tile: cutlass.Constexpr[Tile], inner: cutlass.Constexpr[bool], dots, weights, scales, key, my_share, row, out,
+    row_in_block, q_stage, data, shared, num_rows, num_keys,
+):  # fmt: skip
+    """Turn dots into logits and store them; ``inner`` ones are all inside their windows."""
+    stride = data.out.stride[0]
+    for group in cutlass.range_constexpr(tile.groups):
+        sums = [Float32(0.0)] * 4
+        for pair in cutlass.range_constexpr(tile.pairs):
+            at = group * tile.pairs + pair
+            sums = add_weighted_relu(
+                [dots[4 * at + i] for i in range(4)], [weights[2 * at], weights[2 * at + 1]], sums
+            )
+        logit_0 = (sums[0] + sums[1]) * scales[0]
+        logit_1 = (sums[2] + sums[3]) * scales[1]
+        for distance in cutlass.range_constexpr(tile.row_lanes.bit_length() - 1):
+            lanes = tile.quad_rows << distance
+            logit_0 += cute.arch.shuffle_sync_bfly(logit_0, lanes)
+            logit_1 += cute.arch.shuffle_sync_bfly(logit_1, lanes)
+        to = cute.make_tensor(out + 4 * group * stride, cute.make_layout(1 << 30))
+        if cutlass.const_expr(tile.row_lanes == 1):
+            _store(inner, to, key, logit_0, row + 4 * group, row_in_block + 4 * group, q_stage, data, shared, num_rows,
+                   num_keys)  # fmt: skip
+            _store(inner, to, key + 8, logit_1, row + 4 * group, row_in_block + 4 * group, q_stage, data, shared,
+                   num_rows, num_keys)  # fmt: skip
+        else:
+            # The first two lanes that share a row store one key each.
+            logit = logit_0
+            if my_share == 1:
+                logit = logit_1
+            if my_share < 2:
+                _store(inner, to, key + 8 * my_share, logit, row, row_in_block, q_stage, data, shared, num_rows,
+                       num_keys)  # fmt: skip
+
+
+@cute.jit
+def _store(
+    inner: cutlass.Constexpr[bool], to, key, logit, row, row_in_block, q_stage, data, shared, num_rows, num_keys
+):  # fmt: skip
+    if cutlass.const_expr(inner):
+        to[key] = logit
+    else:
+        inside = key >= shared.windows[0, row_in_block, q_stage] and key < shared.windows[1, row_in_block, q_stage]
+        if inside:
+            to[key] = logit
+        elif data.clean != 0 and row < num_rows and key < num_keys:
+            to[key] = -Float32.inf

@@ -1,0 +1,240 @@
+"""Finding, making and loading kernels; what becomes of it where something is missing or broken.
+
+No kernel can be launched without a GPU. What a loaded one does without it is to check its arguments, and to say that
+they are not on a CUDA device: that is how these tests know that it is the right function.
+"""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+from kvscout.kernels.cute import runtime, store, toolchain
+from kvscout.kernels.cute.program import KernelUnavailable, Program
+
+pytest.importorskip("tvm_ffi", reason="needs tvm-ffi")
+pytest.importorskip("cutlass", reason="needs CuTe DSL")
+pytestmark = pytest.mark.xdist_group("cute")
+
+
+def works(function):
+    """Whether this is the loaded kernel, as far as can be told without a GPU."""
+    vector = torch.zeros(4)
+    with pytest.raises(
+        ValueError, match=r"argument #0 .*`add\(a: Tensor\(\[n0\], float32\).* expected device_type=cuda"
+    ):
+        function(vector, vector, vector, 4)
+    return True
+
+
+@pytest.fixture
+def path(cache, add):
+    """Where this compiler's file goes."""
+    return store.file(cache, add, toolchain.dsl_version())
+
+
+@pytest.fixture
+def no_dsl(monkeypatch):
+    toolchain.dsl_version.cache_clear()
+    monkeypatch.setattr(toolchain, "dsl_version", lambda: None)
+
+
+def test_a_kernel_is_compiled_into_the_cache_and_loaded(add, path, cache):
+    assert runtime.refusal(add) is None
+    assert not cache.exists()
+    assert works(runtime.load(add))
+    assert store.is_whole(path)
+    assert [file for file in cache.rglob("*") if file.is_file()] == [path]
+
+
+def test_it_is_compiled_once_and_loaded_once_per_process(add, path, compiled):
+    first = runtime.load(add)
+    assert works(first)
+    assert compiled == [(add, path)]
+    assert runtime.load(add) is first
+    runtime.load.cache_clear()
+    assert works(runtime.load(add))
+    assert len(compiled) == 1
+
+
+def test_another_spec_or_other_sources_are_another_file(add, path, cache, spec, compiled):
+    runtime.load(add)
+    other = Program(add.name, add.builder, spec(threads=64))
+    runtime.load(other)
+    assert [program for program, _ in compiled] == [add, other]
+    assert len(set(cache.rglob("*.so"))) == 2
+
+
+@pytest.mark.parametrize("kept", [0, 5000, -1])
+def test_a_truncated_file_is_compiled_again(add, path, library, compiled, kept):
+    store.write(path, library)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert works(runtime.load(add))
+    assert len(compiled) == 1
+
+
+def test_a_file_that_does_not_load_is_compiled_again_and_said(add, path, compiled):
+    store.write(path, b"no library")
+    with pytest.warns(UserWarning, match=f"compiled again: add: {path} does not load"):
+        assert works(runtime.load(add))
+    assert len(compiled) == 1
+
+
+def test_a_library_without_the_function_does_not_load(add, cache, compiled):
+    other = Program("subtract", add.builder, add.spec)
+    with pytest.raises(KernelUnavailable, match=r"subtract: .* does not load"):
+        runtime.load(other)
+
+
+def test_without_a_compiler_a_broken_file_is_named(add, path, no_dsl):
+    store.write(path, b"no library")
+    with pytest.raises(
+        KernelUnavailable, match=f"add: {path} does not load: .*; the Python package 'nvidia-cutlass-dsl'"
+    ):
+        runtime.load(add)
+
+
+def test_without_cute_dsl_a_file_of_any_version_serves(add, path, library, no_dsl):
+    store.write(path.with_name("cute-3.0.so"), library)
+    store.write(path.with_name("cute-11.0.so"), b"no library")
+    assert runtime.refusal(add) is None
+    assert works(runtime.load(add))
+
+
+def test_with_cute_dsl_only_its_own_version_does(add, path, library, compiled):
+    store.write(path.with_name("cute-3.0.so"), library)
+    runtime.load(add)
+    assert compiled == [(add, path)]
+
+
+def test_without_cute_dsl_and_without_a_file_it_refuses(add, cache, no_dsl):
+    reason = f"{cache} holds no add of these sources (see 'kvscout aot'), and the Python package 'nvidia-cutlass-dsl'"
+    assert runtime.refusal(add).startswith(reason)
+    with pytest.raises(KernelUnavailable) as raised:
+        runtime.load(add)
+    assert str(raised.value) == f"add: {runtime.refusal(add)}"
+
+
+@pytest.mark.parametrize("variable", ["CC", "PATH"])
+def test_without_a_c_compiler_it_refuses(add, cache, monkeypatch, variable):
+    monkeypatch.setenv(variable, "/nothing/here")
+    assert "there is no C compiler" in runtime.refusal(add)
+    with pytest.raises(KernelUnavailable, match=r"add: .* there is no C compiler"):
+        runtime.load(add)
+
+
+def test_a_c_compiler_that_fails_is_quoted(add, cache, monkeypatch):
+    monkeypatch.setenv("CC", "cc -fno-such-option")
+    with pytest.raises(
+        KernelUnavailable, match=r"add: linking failed: cc -fno-such-option -shared (.|\n)*fno-such-option"
+    ):
+        runtime.load(add)
+    assert not list(cache.rglob("*.so"))
+
+
+def test_without_tvm_ffi_it_refuses(add, cache, monkeypatch):
+    monkeypatch.setattr(toolchain, "has_loader", lambda: False)
+    assert runtime.refusal(add) == "needs the Python package 'apache-tvm-ffi', which is not installed"
+
+
+def test_ahead_of_time_only_takes_files_and_makes_none(add, path, library, compiled, monkeypatch):
+    monkeypatch.setenv("KVSCOUT_AOT_ONLY", "1")
+    with pytest.raises(KernelUnavailable, match=r"holds no add of these sources .*, and KVSCOUT_AOT_ONLY is set"):
+        runtime.load(add)
+    runtime.refusal.cache_clear()
+    store.write(path, library)
+    assert works(runtime.load(add))
+    assert compiled == []
+
+
+def test_a_builder_that_raises_is_seen_with_the_kernel_s_name(spec, cache):
+    broken = Program("broken", "tests.kernels.cute.cute_add:build_nothing", spec())
+    with pytest.raises(ArithmeticError) as raised:
+        runtime.load(broken)
+    assert "broken" in "".join(raised.value.__notes__)
+
+
+def test_a_cache_that_cannot_be_written_is_said_once_and_done_without(add, cache, spec, compiled):
+    cache.write_text("a file, not a folder")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert works(runtime.load(add))
+        assert works(runtime.load(Program("add", add.builder, spec(threads=64))))
+    assert len(said) == 1
+    assert str(said[0].message).startswith(f"{cache} cannot be written (Not a directory)")
+    assert len(compiled) == 2
+    assert all(str(path).startswith(store.temporary().name) for _, path in compiled)
+
+
+def test_where_no_folder_can_be_written_the_kernel_is_named(add, cache, compiled, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.os, "replace", full)
+    with (
+        pytest.warns(UserWarning, match="No space left"),
+        pytest.raises(KernelUnavailable, match=r"add: no folder takes its file: .*No space left"),
+    ):
+        runtime.load(add)
+
+
+def test_threads_that_want_one_kernel_compile_it_once(add, path, compiled):
+    barrier = threading.Barrier(4)
+    found = []
+
+    def load():
+        barrier.wait()
+        found.append(runtime.load(add))
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(compiled) == 1
+
+
+LOAD = """
+import sys
+from kvscout.kernels.cute import runtime
+from kvscout.kernels.cute.program import Program
+from tests.kernels.cute.cute_add import Spec
+print(runtime.load(Program("add", "tests.kernels.cute.cute_add:build", Spec(builds=sys.argv[1]))))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_want_one_kernel_compile_it_once(run_python, tmp_path):
+    builds = tmp_path / "builds"
+    done = []
+
+    def load():
+        done.append(
+            run_python("-c", LOAD, str(builds), env={"KVSCOUT_CACHE_DIR": str(tmp_path / "cache")}, check=False)
+        )
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [(process.returncode, process.stdout) for process in done] == [(0, "ffi.Function\n")] * 3, done
+    assert builds.read_text() == "built\n"
+
+
+def test_the_environment_stays_as_it_was(run_python, tmp_path):
+    """CuTe DSL is told what it is to compile for, needs no variable, and changes nothing of the process for good."""
+    code = """
+import os, sys, warnings, kvscout
+before = dict(os.environ), sys.excepthook, list(warnings.filters)
+from kvscout.kernels.cute.compiler import compile_to
+from kvscout.kernels.cute.program import Program
+from tests.kernels.cute.cute_add import Spec
+from pathlib import Path
+compile_to(Program("add", "tests.kernels.cute.cute_add:build", Spec()), Path(sys.argv[1]))
+assert (dict(os.environ), sys.excepthook, list(warnings.filters)) == before
+"""
+    run_python("-c", code, str(tmp_path / "add.so"), env={"CUTE_DSL_ARCH": "sm_100a"})
+    assert store.is_whole(tmp_path / "add.so")
