@@ -10,8 +10,10 @@ from kvscout.kernels.cute import store, toolchain
 from kvscout.kernels.cute.program import Program
 from kvscout.variants import Variant
 
-pytest.importorskip("cutlass", reason="needs CuTe DSL")
-pytestmark = pytest.mark.xdist_group("cute")
+pytestmark = [
+    pytest.mark.xdist_group("cute"),
+    pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
+]
 
 MODULE = "tests.kernels.cute.cute_add"
 VARIANT = Variant(launch=print, default_config=print, rank=print)

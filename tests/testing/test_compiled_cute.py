@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+from kvscout.kernels.cute import toolchain
 from kvscout.testing import compiled_cute
 
-pytest.importorskip("cutlass", reason="needs CuTe DSL")
-pytestmark = pytest.mark.xdist_group("cute")
+pytestmark = [
+    pytest.mark.xdist_group("cute"),
+    pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
+]
 
 COMPILE = """
 import json

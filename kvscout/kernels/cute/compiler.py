@@ -9,20 +9,18 @@ import importlib
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 from . import store, toolchain
 from .program import ARCH, KernelUnavailable, Program
 
-with warnings.catch_warnings():
-    # CuTe DSL puts a hook of its own there, and filters for warnings, as if the process were its own.
-    hook = sys.excepthook
-    import cutlass.cute as cute
-    from cutlass.runtime import find_runtime_libraries
+# CuTe DSL replaces the hook, as if the process were its own.
+_hook = sys.excepthook
+import cutlass.cute as cute  # noqa: E402
+from cutlass.runtime import find_runtime_libraries  # noqa: E402
 
-    sys.excepthook = hook
+sys.excepthook = _hook
 
 # What CuTe DSL's full runtime has and its static one lacks: how a CUDA error of the generated host code is raised.
 ERROR_SHIM = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 import warnings
@@ -10,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ... import env
-from . import store, toolchain
+from . import cuda_runtime, store, toolchain
 from .program import KernelUnavailable, Program
 
 _COMPILING = threading.Lock()
@@ -24,6 +21,8 @@ def refusal(program: Program) -> str | None:
     """A sentence why :func:`load` could not succeed here, or None where it would. Cheap: loads and compiles nothing."""
     if not toolchain.has_loader():
         return toolchain.NO_LOADER
+    if reason := cuda_runtime.refusal():
+        return reason
     reason = _why_no_compile()
     if reason is None or store.files(env.cache_dir(), program):
         return None
@@ -46,7 +45,7 @@ def load(program: Program) -> Callable[..., Any]:
     """
     if reason := refusal(program):
         raise KernelUnavailable(f"{program.name}: {reason}")
-    _share_cuda_runtime()
+    cuda_runtime.share()
     if (reason := _why_no_compile()) is None:
         return _compiled(program)
     failures = []
@@ -112,21 +111,3 @@ def _function(program: Program, path: Path) -> Callable[..., Any]:
     except Exception as error:
         raise KernelUnavailable(f"{program.name}: {path} does not load: {error}") from error
     return function
-
-
-@functools.cache
-def _share_cuda_runtime() -> None:
-    """Let kernels find the CUDA runtime that torch runs on: Python loads it for torch's eyes only.
-
-    Without a GPU there may be none, and kernels load but cannot be launched.
-    """
-    if not torch.cuda.is_available():
-        return
-    torch.cuda.init()
-    major = str(torch.version.cuda).partition(".")[0]
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = {line.split(maxsplit=5)[5] for line in lines if "/libcudart.so" in line}
-    if not mapped:
-        raise KernelUnavailable("torch has loaded no libcudart.so, which the kernels call")
-    best = max(mapped, key=lambda path: (f".so.{major}" in path, path))
-    ctypes.CDLL(best, mode=ctypes.RTLD_GLOBAL)

@@ -15,7 +15,7 @@ from .cute_fill import fill
 from .cute_loads import load_matrices, load_tasks
 from .cute_math import consume
 from .cute_schedule import WARPS, my_share
-from .cute_tile import FILL_FLOATS, KEYS, THREADS, Tile
+from .cute_tile import FILL_FLOATS, KEYS, TASK_WORDS, THREADS, Tile
 
 # Registers of a thread: 2 * 128 threads that multiply and 128 that load and fill share 65536.
 MATH_REGISTERS = 232
@@ -40,12 +40,13 @@ class Data(NamedTuple):
 class Shared(NamedTuple):
     """A thread block's shared memory, as tensors and barriers."""
 
-    q_full: Any
+    task_full: Any
+    q_full: Any  # one per query tile
     q_empty: Any
     k_full: Any
     k_empty: Any
     share: Any
-    tasks: Any  # [q stage, (block, first tile, number of tiles)]
+    tasks: Any  # [q stage, (block, first tile, number of tiles, then first inner tile and its end per query tile)]
     windows: Any  # [(start, end), row in block, q stage]
     weights: Any  # [head in a lane's order, row in block, q stage]
     q_scale: Any  # like weights
@@ -147,9 +148,9 @@ class Kernel:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 2 * Q_STAGES + 2 * tile.kv_stages]
+            barriers: cute.struct.MemRange[Int64, (2 + tile.query_tiles) * Q_STAGES + 2 * tile.kv_stages]
             share: cute.struct.MemRange[Int32, WARPS + 4]
-            tasks: cute.struct.MemRange[Int32, Q_STAGES * 3]
+            tasks: cute.struct.MemRange[Int32, Q_STAGES * TASK_WORDS]
             windows: cute.struct.MemRange[Int32, Q_STAGES * tile.block_rows * 2]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, Q_STAGES * tile.block_rows * row_floats], 16]
             q_scale: cute.struct.Align[cute.struct.MemRange[Float32, Q_STAGES * tile.block_rows * row_floats], 16]
@@ -164,12 +165,13 @@ class Kernel:
             (tile.heads, tile.block_rows, Q_STAGES), stride=(1, row_floats, row_floats * tile.block_rows)
         )
         return Shared(
-            q_full=barrier,
-            q_empty=barrier + Q_STAGES,
-            k_full=barrier + 2 * Q_STAGES,
-            k_empty=barrier + 2 * Q_STAGES + tile.kv_stages,
+            k_full=barrier,
+            k_empty=barrier + tile.kv_stages,
+            task_full=barrier + 2 * tile.kv_stages,
+            q_empty=barrier + 2 * tile.kv_stages + Q_STAGES,
+            q_full=barrier + 2 * tile.kv_stages + 2 * Q_STAGES,
             share=memory.share.get_tensor(cute.make_layout(WARPS + 4)),
-            tasks=memory.tasks.get_tensor(cute.make_layout((Q_STAGES, 3), stride=(3, 1))),
+            tasks=memory.tasks.get_tensor(cute.make_layout((Q_STAGES, TASK_WORDS), stride=(TASK_WORDS, 1))),
             windows=memory.windows.get_tensor(cute.make_layout((2, tile.block_rows, Q_STAGES))),
             weights=memory.weights.get_tensor(per_row),
             q_scale=memory.q_scale.get_tensor(per_row),
@@ -211,15 +213,16 @@ class Kernel:
         if warp == 0:
             cpasync.prefetch_descriptor(copy_q)
             cpasync.prefetch_descriptor(copy_k)
-        if thread == 0:
-            for i in cutlass.range_constexpr(Q_STAGES):
-                # The boxes' bytes, 32 lanes' weights, and the task.
-                cute.arch.mbarrier_init(shared.q_full + i, 34)
-                cute.arch.mbarrier_init(shared.q_empty + i, 8)
-            for i in cutlass.range_constexpr(tile.kv_stages):
-                # The keys' bytes and 32 lanes' scales.
-                cute.arch.mbarrier_init(shared.k_full + i, 33)
-                cute.arch.mbarrier_init(shared.k_empty + i, 8)
+        if thread < tile.kv_stages:
+            # The keys' bytes and 32 lanes' scales.
+            cute.arch.mbarrier_init(shared.k_full + thread, 33)
+            cute.arch.mbarrier_init(shared.k_empty + thread, 8)
+        elif warp == 1 and lane < Q_STAGES:
+            # 32 lanes' weights and the task.
+            cute.arch.mbarrier_init(shared.task_full + lane, 33)
+            cute.arch.mbarrier_init(shared.q_empty + lane, 8)
+        elif warp == 2 and lane < Q_STAGES * tile.query_tiles:
+            cute.arch.mbarrier_init(shared.q_full + lane, 1)
         cute.arch.mbarrier_init_fence()
         if clean != 0:
             for i in cutlass.range(thread, FILL_FLOATS, THREADS, unroll=1):

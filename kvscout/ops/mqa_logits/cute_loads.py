@@ -18,7 +18,6 @@ from .cute_tile import Tile
 @cute.jit
 def load_matrices(tile: cutlass.Constexpr[Tile], lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys):
     """Load the queries, the keys and the keys' scales of every task."""
-    q_empty, q_full, k_full, k_empty = shared.q_empty, shared.q_full, shared.k_full, shared.k_empty
     boxes = cute.local_tile(tma_q, (tile.dim, 2, tile.quad_rows, tile.heads // 2), (0, 0, None, 0))
     keys = cute.local_tile(tma_k, (tile.stage_keys, tile.dim), (None, 0))
     one = cute.make_layout(1)
@@ -28,7 +27,6 @@ def load_matrices(tile: cutlass.Constexpr[Tile], lane, copy_q, tma_q, copy_k, tm
     keys_to, keys_from = cpasync.tma_partition(
         copy_k, 0, one, cute.group_modes(shared.k_stages, 0, 2), cute.group_modes(keys, 0, 2)
     )
-    boxes_per_block = tile.query_tiles * tile.groups
     q_stage = Int32(0)
     q_phase = Int32(1)
     k_stage = Int32(0)
@@ -37,38 +35,59 @@ def load_matrices(tile: cutlass.Constexpr[Tile], lane, copy_q, tma_q, copy_k, tm
     while before < end:
         low, high, before = task_of(tile, block, before, begin, end, lane, data, num_rows, num_keys)
         if low < high:
-            cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(q_full + q_stage, tile.query_bytes)
-            for box in cutlass.range_constexpr(boxes_per_block):
-                cute.copy(
-                    copy_q,
-                    box_from[(None, block * boxes_per_block + box)],
-                    box_to[(None, q_stage * boxes_per_block + box)],
-                    tma_bar_ptr=q_full + q_stage,
-                )
+            cute.arch.mbarrier_wait(shared.q_empty + q_stage, q_phase)
+            # The first keys go before the second query tile, so that one warpgroup can start.
+            _load_queries(tile, 0, block, q_stage, copy_q, box_from, box_to, shared)
+            k_stage, k_phase = _load_keys(
+                tile, lane, low, k_stage, k_phase, copy_k, keys_from, keys_to, data, shared, num_keys
+            )
+            if cutlass.const_expr(tile.query_tiles == 2):
+                _load_queries(tile, 1, block, q_stage, copy_q, box_from, box_to, shared)
             q_stage = q_stage ^ 1
             if q_stage == 0:
                 q_phase = q_phase ^ 1
-            for i in cutlass.range(low, high, unroll=1):
-                cute.arch.mbarrier_wait(k_empty + k_stage, k_phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(k_full + k_stage, tile.stage_bytes)
-                cute.copy(copy_k, keys_from[(None, i)], keys_to[(None, k_stage)], tma_bar_ptr=k_full + k_stage)
-                for part in cutlass.range_constexpr(tile.stage_keys // 32):
-                    key = i * tile.stage_keys + part * 32 + lane
-                    source = data.k_scale.iterator + cutlass.min(key, num_keys - 1)
-                    place = k_stage * tile.stage_keys + part * 32 + lane
-                    copy_async_4(shared.k_scale.iterator + place, source, key < num_keys)
-                cute.arch.cp_async_mbarrier_arrive_noinc(k_full + k_stage)
-                k_stage += 1
-                if k_stage == tile.kv_stages:
-                    k_stage = Int32(0)
-                    k_phase = k_phase ^ 1
+            for i in cutlass.range(low + 1, high, unroll=1):
+                k_stage, k_phase = _load_keys(
+                    tile, lane, i, k_stage, k_phase, copy_k, keys_from, keys_to, data, shared, num_keys
+                )
         block += 1
-    cute.arch.mbarrier_wait(q_empty + q_stage, q_phase)
+
+
+@cute.jit
+def _load_queries(
+    tile: cutlass.Constexpr[Tile], query_tile: cutlass.Constexpr[int], block, stage, copy, source, target, shared
+):  # fmt: skip
+    """Start loading one query tile of a block."""
+    in_stage = stage * tile.query_tiles + query_tile
+    full = shared.q_full + in_stage
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(q_full + q_stage)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, tile.columns * tile.dim)
+    for group in cutlass.range_constexpr(tile.groups):
+        box = (block * tile.query_tiles + query_tile) * tile.groups + group
+        cute.copy(copy, source[(None, box)], target[(None, in_stage * tile.groups + group)], tma_bar_ptr=full)
+
+
+@cute.jit
+def _load_keys(
+    tile: cutlass.Constexpr[Tile], lane, i, stage, phase, copy, source, target, data, shared, num_keys
+):  # fmt: skip
+    """Start loading the keys of tile ``i`` and their scales into a stage; the stage after it."""
+    cute.arch.mbarrier_wait(shared.k_empty + stage, phase)
+    full = shared.k_full + stage
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, tile.stage_bytes)
+    cute.copy(copy, source[(None, i)], target[(None, stage)], tma_bar_ptr=full)
+    for part in cutlass.range_constexpr(tile.stage_keys // 32):
+        key = i * tile.stage_keys + part * 32 + lane
+        from_ = data.k_scale.iterator + cutlass.min(key, num_keys - 1)
+        place = stage * tile.stage_keys + part * 32 + lane
+        copy_async_4(shared.k_scale.iterator + place, from_, key < num_keys)
+    cute.arch.cp_async_mbarrier_arrive_noinc(full)
+    stage += 1
+    if stage == tile.kv_stages:
+        stage = Int32(0)
+        phase = phase ^ 1
+    return stage, phase
 
 
 @cute.jit
@@ -82,7 +101,7 @@ def load_tasks(tile: cutlass.Constexpr[Tile], lane, data, shared, num_rows, num_
         if low < high:
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
             _load_weights(tile, lane, block, stage, data, shared, num_rows)
-            _write_windows(tile, lane, block, stage, data, shared, num_rows, num_keys)
+            _write_windows(tile, lane, block, low, high, stage, data, shared, num_rows, num_keys)
             _hand_on(lane, block, low, high - low, stage, shared)
             stage = stage ^ 1
             if stage == 0:
@@ -113,15 +132,24 @@ def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, share
 
 
 @cute.jit
-def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, stage, data, shared, num_rows, num_keys):
-    """Write the windows of the block's rows; empty ones for rows past the last."""
-    for i in cutlass.range_constexpr((tile.block_rows + 31) // 32):
-        in_block = lane + 32 * i
-        if in_block < tile.block_rows:
-            row = block * tile.block_rows + in_block
-            start, end = window(data, row, num_rows, num_keys)
+def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, low, high, stage, data, shared, num_rows, num_keys):
+    """Write the windows of the block's rows, and which tiles lie inside those of all rows of a query tile."""
+    for query_tile in cutlass.range_constexpr(tile.query_tiles):
+        in_block = query_tile * tile.rows + cutlass.min(lane, tile.rows - 1)
+        row = block * tile.block_rows + in_block
+        start, end = window(data, row, num_rows, num_keys)
+        # Rows past the last have empty windows.
+        end = cutlass.select_(row < num_rows, end, 0)
+        if lane < tile.rows:
             shared.windows[0, in_block, stage] = start
-            shared.windows[1, in_block, stage] = cutlass.select_(row < num_rows, end, 0)
+            shared.windows[1, in_block, stage] = end
+        last_start = cute.arch.warp_redux_sync(start, kind="max")
+        first_end = cute.arch.warp_redux_sync(end, kind="min")
+        inner = cutlass.min(cutlass.max((last_start + tile.stage_keys - 1) // tile.stage_keys, low), high)
+        inner_end = cutlass.min(cutlass.max(first_end // tile.stage_keys, inner), high)
+        if lane == 0:
+            shared.tasks[stage, 3 + 2 * query_tile] = inner
+            shared.tasks[stage, 4 + 2 * query_tile] = inner_end
 
 
 @cute.jit
@@ -131,7 +159,7 @@ def _hand_on(lane, block, first, count, stage, shared):
         shared.tasks[stage, 0] = block
         shared.tasks[stage, 1] = first
         shared.tasks[stage, 2] = count
-    cute.arch.cp_async_mbarrier_arrive_noinc(shared.q_full + stage)
+    cute.arch.cp_async_mbarrier_arrive_noinc(shared.task_full + stage)
     cute.arch.sync_warp()
     if lane == 0:
-        cute.arch.mbarrier_arrive(shared.q_full + stage)
+        cute.arch.mbarrier_arrive(shared.task_full + stage)

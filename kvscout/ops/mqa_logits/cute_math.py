@@ -14,8 +14,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
     """Compute every task that the producer hands on, until the empty one."""
     lane = thread % 32
     group = cute.arch.make_warp_uniform(thread // 128)
-    # The rows of a warpgroup's windows and weights in the block.
-    rows_at = group * tile.rows if cutlass.const_expr(tile.split == "rows") else Int32(0)
+    query_tile = group if cutlass.const_expr(tile.split == "rows") else Int32(0)
+    rows_at = query_tile * tile.rows
     mma, mma_first = mmas
     mma.set(warpgroup.Field.ACCUMULATE, True)
     mma_first.set(warpgroup.Field.ACCUMULATE, False)
@@ -33,7 +33,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
     q_phase = Int32(0)
     k_stage = Int32(0)
     k_phase = Int32(0)
-    cute.arch.mbarrier_wait(shared.q_full, 0)
+    cute.arch.mbarrier_wait(shared.task_full, 0)
     left = shared.tasks[0, 2]
     while left > 0:
         block = shared.tasks[q_stage, 0]
@@ -41,14 +41,12 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
         _load_weights(tile, weights, data.has_q_scale, shared, rows_at + my_row, my_share, q_stage)
         row = block * tile.block_rows + rows_at + my_row
         out = data.out.iterator + cutlass.Int64(row) * data.out.stride[0]
-        inner_begin, inner_end = _inner_tiles(tile, lane, rows_at, q_stage, shared, num_keys)
         stop = tile_index + left
-        # The inner loop has tiles that every row sees wholly.
-        inner_begin = cutlass.min(cutlass.max(inner_begin, tile_index), stop)
-        inner_end = cutlass.min(cutlass.max(inner_end, inner_begin), stop)
-        q_tile = q_stage * tile.query_tiles
-        if cutlass.const_expr(tile.split == "rows"):
-            q_tile += group
+        # Tiles that every row sees wholly.
+        inner_begin = shared.tasks[q_stage, 3 + 2 * query_tile]
+        inner_end = shared.tasks[q_stage, 4 + 2 * query_tile]
+        q_tile = q_stage * tile.query_tiles + query_tile
+        cute.arch.mbarrier_wait(shared.q_full + q_tile, q_phase)
         while tile_index < stop:
             if tile_index == inner_begin and inner_begin < inner_end:
                 for i in cutlass.range(inner_begin, inner_end, unroll=1):
@@ -82,37 +80,24 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
         q_stage = q_stage ^ 1
         if q_stage == 0:
             q_phase = q_phase ^ 1
-        cute.arch.mbarrier_wait(shared.q_full + q_stage, q_phase)
+        cute.arch.mbarrier_wait(shared.task_full + q_stage, q_phase)
         left = shared.tasks[q_stage, 2]
 
 
 @cute.jit
 def _load_weights(tile: cutlass.Constexpr[Tile], weights, has_q_scale, shared, row, my_share, q_stage):
-    """Half of each weight into registers: ``add_weighted_relu`` doubles."""
+    """This thread's weights into registers."""
     count = 2 * tile.pairs
     for group in cutlass.range_constexpr(tile.groups):
         for i in cutlass.range_constexpr(count):
             place = my_share * count + i
-            weight = shared.weights[place, row + 4 * group, q_stage] * Float32(0.5)
+            weight = shared.weights[place, row + 4 * group, q_stage]
             weights[group * count + i] = weight
     if has_q_scale != 0:
         for group in cutlass.range_constexpr(tile.groups):
             for i in cutlass.range_constexpr(count):
                 scale = shared.q_scale[my_share * count + i, row + 4 * group, q_stage]
                 weights[group * count + i] = weights[group * count + i] * scale
-
-
-@cute.jit
-def _inner_tiles(tile: cutlass.Constexpr[Tile], lane, rows_at, q_stage, shared, num_keys):
-    """First tile that lies in the windows of all rows of the warpgroup, and the first after it that does not."""
-    last_start = Int32(0)
-    first_end = num_keys
-    if lane < tile.rows:
-        last_start = shared.windows[0, rows_at + lane, q_stage]
-        first_end = shared.windows[1, rows_at + lane, q_stage]
-    last_start = cute.arch.warp_redux_sync(last_start, kind="max")
-    first_end = cute.arch.warp_redux_sync(first_end, kind="min")
-    return (last_start + tile.stage_keys - 1) // tile.stage_keys, first_end // tile.stage_keys
 
 
 @cute.jit
@@ -124,7 +109,8 @@ def _multiply(
     mma, mma_first = mmas
     halves = tile.stage_keys // KEYS
     place = k_stage * tile.stage_keys + (half_at + half) * KEYS + my_key
-    scales = shared.k_scale[place], shared.k_scale[place + 8]
+    # Half of them: add_weighted_relu doubles.
+    scales = shared.k_scale[place] * Float32(0.5), shared.k_scale[place + 8] * Float32(0.5)
     warpgroup.fence()
     for step in cutlass.range_constexpr(tile.dim // 32):
         cute.gemm(
@@ -186,7 +172,5 @@ def _store(
         to[key] = logit
     else:
         inside = key >= shared.windows[0, row_in_block, q_stage] and key < shared.windows[1, row_in_block, q_stage]
-        if inside:
-            to[key] = logit
-        elif data.clean != 0 and row < num_rows and key < num_keys:
-            to[key] = -Float32.inf
+        if inside or (data.clean != 0 and row < num_rows and key < num_keys):
+            to[key] = cutlass.select_(inside, logit, -Float32.inf)

@@ -84,8 +84,10 @@ def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, 
     steps = (num_blocks + THREADS - 1) // THREADS
     mine = warp * steps * 32 + lane
     cost = Int32(0)
+    last = Int32(0)
     for step in cutlass.range(steps, unroll=1):
-        cost += _cost_of(tile, mine + step * 32, data, num_rows, num_keys)
+        last = _cost_of(tile, mine + step * 32, data, num_rows, num_keys)
+        cost += last
     cost = cute.arch.warp_redux_sync(cost, kind="add")
     if lane == 0:
         shared[warp] = cost
@@ -109,7 +111,9 @@ def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, 
     if begin >= before and begin < before + cost:
         for step in cutlass.range(steps, unroll=1):
             block = mine + step * 32
-            one = _cost_of(tile, block, data, num_rows, num_keys)
+            one = last
+            if steps > 1:
+                one = _cost_of(tile, block, data, num_rows, num_keys)
             upto = one
             for distance in cutlass.range_constexpr(5):
                 lower = cute.arch.shuffle_sync_up(upto, 1 << distance, mask_and_clamp=0)

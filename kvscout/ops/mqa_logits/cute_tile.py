@@ -21,6 +21,9 @@ WARPGROUPS = 2
 """Warpgroups that multiply; a third one loads and fills."""
 THREADS = 384
 
+TASK_WORDS = 8
+"""Integers that describe a task; see :class:`~.cute_launch.Shared`."""
+
 FILL_FLOATS = 2048
 """Length of the run of -inf in shared memory that the fill copies out."""
 

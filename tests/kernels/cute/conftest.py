@@ -2,11 +2,12 @@
 
 import pytest
 
-from kvscout.kernels.cute import program, runtime, store, toolchain
+from kvscout.kernels.cute import cuda_runtime, program, runtime, store, toolchain
 from kvscout.kernels.cute.program import Program
 
 MODULE = "tests.kernels.cute.cute_add"
 MEMOISED = (
+    cuda_runtime.refusal,
     program.fingerprint,
     program._sources_digest,
     runtime.load,
@@ -31,7 +32,6 @@ def forget():
 
 @pytest.fixture(scope="session")
 def spec():
-    pytest.importorskip("cutlass", reason="needs CuTe DSL")
     from tests.kernels.cute.cute_add import Spec
 
     return Spec

@@ -7,7 +7,7 @@ import torch
 
 from kvscout.cli import aot
 from kvscout.kernels.cute import runtime
-from kvscout.testing.case import cases, family, ops
+from kvscout.testing.case import SUITE, cases, family, ops
 from kvscout.variants import Variant
 
 VARIANTS = [(op, name) for op in ops() for name in family(op).names if name.startswith("cute_")]
@@ -26,7 +26,7 @@ def test_every_kernel_that_a_launch_loads_is_among_the_variant_s_programs(op, na
 
     monkeypatch.setattr(runtime, "load", load)
     monkeypatch.setattr(runtime, "refusal", lambda program: None)
-    for case in cases(op):
+    for case in cases(op, [SUITE]):
         prepared = case.prepare(torch.device("cpu"))
         problem = replace(prepared.problem, arch="sm_90")
         if variant.refuses(problem) is None:

@@ -4,13 +4,16 @@ import json
 import subprocess
 
 import pytest
+import torch
 
-from kvscout.kernels.cute import store, toolchain
+from kvscout.kernels.cute import cuda_runtime, runtime, store, toolchain
 from tests.kernels.cute.fake_cudart import build
 
-pytest.importorskip("tvm_ffi", reason="needs tvm-ffi")
-pytest.importorskip("cutlass", reason="needs CuTe DSL")
-pytestmark = pytest.mark.xdist_group("cute")
+pytestmark = [
+    pytest.mark.xdist_group("cute"),
+    pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
+    pytest.mark.skipif(not toolchain.has_loader(), reason="needs tvm-ffi"),
+]
 
 # As on a machine with a GPU: Python has loaded the CUDA runtime for torch's eyes only.
 LAUNCH = """
@@ -42,14 +45,29 @@ print(json.dumps(found))
 def test_what_is_launched_where_and_how_a_failure_is_raised(run_python, tmp_path, cache, add, library):
     path = store.file(cache, add, toolchain.dsl_version())
     store.write(path, library)
-    runtime = build(path, tmp_path)
-    done = run_python("-c", LAUNCH, str(runtime), env={"KVSCOUT_CACHE_DIR": str(cache), "KVSCOUT_AOT_ONLY": "1"})
+    cudart = build(path, tmp_path)
+    done = run_python("-c", LAUNCH, str(cudart), env={"KVSCOUT_CACHE_DIR": str(cache), "KVSCOUT_AOT_ONLY": "1"})
     assert json.loads(done.stdout) == {
         "grid": [8, 1, 1],
         "block": [128, 1, 1],
         "stream": 4711,
         "error": "RuntimeError: CUDA error: unspecified launch failure",
     }
+
+
+def test_a_cuda_runtime_that_is_too_old_is_refused(run_python, tmp_path, cache, add, library):
+    path = store.file(cache, add, toolchain.dsl_version())
+    store.write(path, library)
+    cudart = build(path, tmp_path, without=["cudaLibraryLoadData"])
+    done = run_python("-c", LAUNCH, str(cudart), env={"KVSCOUT_CACHE_DIR": str(cache)}, check=False)
+    reason = f"KernelUnavailable: add: torch's CUDA runtime is too old: {cudart} has no cudaLibraryLoadData"
+    assert done.stderr.splitlines()[-1].endswith(reason)
+
+
+def test_without_a_cuda_runtime_a_torch_for_cuda_is_refused(monkeypatch, add, cache):
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    monkeypatch.setattr(cuda_runtime, "_path", lambda: None)
+    assert runtime.refusal(add) == "torch has loaded no libcudart.so, which the kernels call"
 
 
 def test_a_library_leaves_open_nothing_but_cuda_and_tvm_ffi(tmp_path, library):
