@@ -1,12 +1,14 @@
 """Instructions that CuTe DSL has no name for, as functions that kernels call."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import cutlass
-import cutlass.cute as cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 
-def _asm(result, operands, text, constraints, loc, ip):
+def _asm(result: Any, operands: Sequence[Any], text: str, constraints: str, loc: Any, ip: Any) -> Any:
     return llvm.inline_asm(
         result,
         operands,
@@ -21,11 +23,11 @@ def _asm(result, operands, text, constraints, loc, ip):
 
 
 @dsl_user_op
-def copy_async_4(shared, source, valid, *, loc=None, ip=None):
-    """Start copying 4 bytes from global to shared memory; zeros where ``valid`` is false."""
-    size = cutlass.select_(valid, cutlass.Int32(4), cutlass.Int32(0))
-    operands = [x.ir_value(loc=loc, ip=ip) for x in (shared.toint(), source.toint(), size)]
-    _asm(None, operands, "cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", loc, ip)
+def copy_async(shared, source, size, valid, *, loc=None, ip=None):
+    """Start copying 4, 8 or 16 aligned bytes from global to shared memory; zeros where ``valid`` is false."""
+    taken = cutlass.select_(valid, cutlass.Int32(size), cutlass.Int32(0))
+    operands = [x.ir_value(loc=loc, ip=ip) for x in (shared.toint(), source.toint(), taken)]
+    _asm(None, operands, f"cp.async.ca.shared.global [$0], [$1], {size}, $2;", "r,l,r", loc, ip)
 
 
 @dsl_user_op

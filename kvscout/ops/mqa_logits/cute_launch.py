@@ -14,7 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from .cute_fill import fill
 from .cute_loads import load_matrices, load_tasks
 from .cute_math import consume
-from .cute_schedule import WARPS, my_share
+from .cute_schedule import SHARE_WORDS, my_share
 from .cute_tile import FILL_FLOATS, KEYS, TASK_WORDS, THREADS, Tile
 
 # Registers of a thread: 2 * 128 threads that multiply and 128 that load and fill share 65536.
@@ -40,15 +40,16 @@ class Data(NamedTuple):
 class Shared(NamedTuple):
     """A thread block's shared memory, as tensors and barriers."""
 
-    task_full: Any
-    q_full: Any  # one per query tile
-    q_empty: Any
     k_full: Any
     k_empty: Any
+    task_full: Any
+    rows_full: Any  # windows and weights of a task
+    q_empty: Any
+    q_full: Any  # [q stage and query tile]
     share: Any
     tasks: Any  # [q stage, (block, first tile, number of tiles, then first inner tile and its end per query tile)]
     windows: Any  # [(start, end), row in block, q stage]
-    weights: Any  # [head in a lane's order, row in block, q stage]
+    weights: Any  # [head, row in block, q stage]
     q_scale: Any  # like weights
     k_scale: Any  # [key in stage and stage]
     neg_inf: Any
@@ -148,8 +149,8 @@ class Kernel:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, (2 + tile.query_tiles) * Q_STAGES + 2 * tile.kv_stages]
-            share: cute.struct.MemRange[Int32, WARPS + 4]
+            barriers: cute.struct.MemRange[Int64, 2 * tile.kv_stages + (3 + tile.query_tiles) * Q_STAGES]
+            share: cute.struct.MemRange[Int32, SHARE_WORDS]
             tasks: cute.struct.MemRange[Int32, Q_STAGES * TASK_WORDS]
             windows: cute.struct.MemRange[Int32, Q_STAGES * tile.block_rows * 2]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, Q_STAGES * tile.block_rows * row_floats], 16]
@@ -168,9 +169,10 @@ class Kernel:
             k_full=barrier,
             k_empty=barrier + tile.kv_stages,
             task_full=barrier + 2 * tile.kv_stages,
-            q_empty=barrier + 2 * tile.kv_stages + Q_STAGES,
-            q_full=barrier + 2 * tile.kv_stages + 2 * Q_STAGES,
-            share=memory.share.get_tensor(cute.make_layout(WARPS + 4)),
+            rows_full=barrier + 2 * tile.kv_stages + Q_STAGES,
+            q_empty=barrier + 2 * tile.kv_stages + 2 * Q_STAGES,
+            q_full=barrier + 2 * tile.kv_stages + 3 * Q_STAGES,
+            share=memory.share.get_tensor(cute.make_layout(SHARE_WORDS)),
             tasks=memory.tasks.get_tensor(cute.make_layout((Q_STAGES, TASK_WORDS), stride=(TASK_WORDS, 1))),
             windows=memory.windows.get_tensor(cute.make_layout((2, tile.block_rows, Q_STAGES))),
             weights=memory.weights.get_tensor(per_row),
@@ -213,32 +215,35 @@ class Kernel:
         if warp == 0:
             cpasync.prefetch_descriptor(copy_q)
             cpasync.prefetch_descriptor(copy_k)
-        if thread < tile.kv_stages:
-            # The keys' bytes and 32 lanes' scales.
-            cute.arch.mbarrier_init(shared.k_full + thread, 33)
-            cute.arch.mbarrier_init(shared.k_empty + thread, 8)
-        elif warp == 1 and lane < Q_STAGES:
-            # 32 lanes' weights and the task.
-            cute.arch.mbarrier_init(shared.task_full + lane, 33)
-            cute.arch.mbarrier_init(shared.q_empty + lane, 8)
-        elif warp == 2 and lane < Q_STAGES * tile.query_tiles:
-            cute.arch.mbarrier_init(shared.q_full + lane, 1)
+        if thread == 0:
+            # One thread and constants: the addresses of barriers are uniform, and lanes would take turns.
+            for i in cutlass.range_constexpr(tile.kv_stages):
+                cute.arch.mbarrier_init(shared.k_full + i, 33)  # the keys' bytes, 32 lanes' scales
+                cute.arch.mbarrier_init(shared.k_empty + i, 8)
+            for i in cutlass.range_constexpr(Q_STAGES):
+                cute.arch.mbarrier_init(shared.task_full + i, 1)
+                cute.arch.mbarrier_init(shared.rows_full + i, 33)  # 32 lanes' weights, the windows
+                cute.arch.mbarrier_init(shared.q_empty + i, 8)
+            for i in cutlass.range_constexpr(Q_STAGES * tile.query_tiles):
+                cute.arch.mbarrier_init(shared.q_full + i, 1)
         cute.arch.mbarrier_init_fence()
         if clean != 0:
             for i in cutlass.range(thread, FILL_FLOATS, THREADS, unroll=1):
                 shared.neg_inf[i] = -Float32.inf
             cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
         # Everything up to here may run while the kernel before this one ends.
         cute.arch.griddepcontrol_wait()
-        my_share(tile, warp, lane, data, shared.share, num_rows, num_keys)
         cute.arch.griddepcontrol_launch_dependents()
         # One branch per role, or the compiler ignores the register counts.
         if warp >= 8:
+            # Before the registers go, since it keeps many loads under way.
+            share = my_share(tile, warp - 8, lane, data, shared, num_rows, num_keys)
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 8:
-                load_matrices(tile, lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys)
+                load_matrices(tile, share, lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys)
             elif warp == 9:
-                load_tasks(tile, lane, data, shared, num_rows, num_keys)
+                load_tasks(tile, share, lane, data, shared, num_rows, num_keys)
             elif clean != 0:
                 fill(tile, warp - 10, lane, data, shared, num_rows, num_keys)
         else:

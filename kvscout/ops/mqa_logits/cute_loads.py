@@ -10,13 +10,15 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ...kernels.cute.dsl import copy_async_4
-from .cute_schedule import share_of, task_of, window
+from ...kernels.cute.dsl import copy_async
+from .cute_schedule import task_of, window
 from .cute_tile import Tile
 
 
 @cute.jit
-def load_matrices(tile: cutlass.Constexpr[Tile], lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys):
+def load_matrices(
+    tile: cutlass.Constexpr[Tile], share, lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys
+):  # fmt: skip
     """Load the queries, the keys and the keys' scales of every task."""
     boxes = cute.local_tile(tma_q, (tile.dim, 2, tile.quad_rows, tile.heads // 2), (0, 0, None, 0))
     keys = cute.local_tile(tma_k, (tile.stage_keys, tile.dim), (None, 0))
@@ -31,7 +33,7 @@ def load_matrices(tile: cutlass.Constexpr[Tile], lane, copy_q, tma_q, copy_k, tm
     q_phase = Int32(1)
     k_stage = Int32(0)
     k_phase = Int32(1)
-    block, before, begin, end = share_of(shared.share)
+    block, before, begin, end = share
     while before < end:
         low, high, before = task_of(tile, block, before, begin, end, lane, data, num_rows, num_keys)
         if low < high:
@@ -81,7 +83,7 @@ def _load_keys(
         key = i * tile.stage_keys + part * 32 + lane
         from_ = data.k_scale.iterator + cutlass.min(key, num_keys - 1)
         place = stage * tile.stage_keys + part * 32 + lane
-        copy_async_4(shared.k_scale.iterator + place, from_, key < num_keys)
+        copy_async(shared.k_scale.iterator + place, from_, 4, key < num_keys)
     cute.arch.cp_async_mbarrier_arrive_noinc(full)
     stage += 1
     if stage == tile.kv_stages:
@@ -91,18 +93,22 @@ def _load_keys(
 
 
 @cute.jit
-def load_tasks(tile: cutlass.Constexpr[Tile], lane, data, shared, num_rows, num_keys):
+def load_tasks(tile: cutlass.Constexpr[Tile], share, lane, data, shared, num_rows, num_keys):
     """Write every task: its block and tiles, its rows' windows and weights."""
     stage = Int32(0)
     phase = Int32(1)
-    block, before, begin, end = share_of(shared.share)
+    block, before, begin, end = share
     while before < end:
         low, high, before = task_of(tile, block, before, begin, end, lane, data, num_rows, num_keys)
         if low < high:
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
-            _load_weights(tile, lane, block, stage, data, shared, num_rows)
-            _write_windows(tile, lane, block, low, high, stage, data, shared, num_rows, num_keys)
             _hand_on(lane, block, low, high - low, stage, shared)
+            _load_rows(tile, lane, block, stage, data.weights, shared.weights, num_rows)
+            if data.has_q_scale != 0:
+                _load_rows(tile, lane, block, stage, data.q_scale, shared.q_scale, num_rows)
+            # Arrives when the copies have.
+            cute.arch.cp_async_mbarrier_arrive_noinc(shared.rows_full + stage)
+            _write_windows(tile, lane, block, low, high, stage, data, shared, num_rows, num_keys)
             stage = stage ^ 1
             if stage == 0:
                 phase = phase ^ 1
@@ -112,28 +118,32 @@ def load_tasks(tile: cutlass.Constexpr[Tile], lane, data, shared, num_rows, num_
 
 
 @cute.jit
-def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, shared, num_rows):
-    """Start copying the block's weights (and scales of the queries), each lane's heads side by side."""
-    total = tile.block_rows * tile.heads
-    for i in cutlass.range((total + 31) // 32, unroll=8):
-        index = cutlass.min(i * 32 + lane, total - 1)
-        in_block = index // tile.heads
-        head = index % tile.heads
-        pair = head // 2
-        place = (pair % tile.row_lanes) * (2 * tile.pairs) + (pair // tile.row_lanes) * 2 + head % 2
+def _load_rows(tile: cutlass.Constexpr[Tile], lane, block, stage, source, target, num_rows):
+    """Start copying the block's rows of ``source`` ``[S, H]`` to a stage of ``target``; zeros past the last row."""
+    if source.iterator.toint() % 16 == 0 and source.stride[0] % 4 == 0:
+        _load_rows_by(tile, 4, lane, block, stage, source, target, num_rows)
+    else:
+        _load_rows_by(tile, 1, lane, block, stage, source, target, num_rows)
+
+
+@cute.jit
+def _load_rows_by(
+    tile: cutlass.Constexpr[Tile], width: cutlass.Constexpr[int], lane, block, stage, source, target, num_rows
+):  # fmt: skip
+    per_row = tile.heads // width
+    copies = tile.block_rows * per_row
+    for i in cutlass.range((copies + 31) // 32, unroll=4):
+        index = cutlass.min(i * 32 + lane, copies - 1)
+        in_block = index // per_row
+        head = index % per_row * width
         row = block * tile.block_rows + in_block
-        inside = row < num_rows
-        row = cutlass.min(row, num_rows - 1)
-        to = shared.weights.iterator + shared.weights.layout((place, in_block, stage))
-        copy_async_4(to, data.weights.iterator + data.weights.layout((row, head)), inside)
-        if data.has_q_scale != 0:
-            to = shared.q_scale.iterator + shared.q_scale.layout((place, in_block, stage))
-            copy_async_4(to, data.q_scale.iterator + data.q_scale.layout((row, head)), inside)
+        from_ = source.iterator + source.layout((cutlass.min(row, num_rows - 1), head))
+        copy_async(target.iterator + target.layout((head, in_block, stage)), from_, width * 4, row < num_rows)
 
 
 @cute.jit
 def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, low, high, stage, data, shared, num_rows, num_keys):
-    """Write the windows of the block's rows, and which tiles lie inside those of all rows of a query tile."""
+    """Write the windows of the block's rows, and which tiles lie inside those of all rows of a query tile; arrive."""
     for query_tile in cutlass.range_constexpr(tile.query_tiles):
         in_block = query_tile * tile.rows + cutlass.min(lane, tile.rows - 1)
         row = block * tile.block_rows + in_block
@@ -145,21 +155,22 @@ def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, low, high, stage,
             shared.windows[1, in_block, stage] = end
         last_start = cute.arch.warp_redux_sync(start, kind="max")
         first_end = cute.arch.warp_redux_sync(end, kind="min")
-        inner = cutlass.min(cutlass.max((last_start + tile.stage_keys - 1) // tile.stage_keys, low), high)
+        # The first tile is never one of them: its wait for the matrix unit is the time to load the weights.
+        inner = cutlass.min(cutlass.max((last_start + tile.stage_keys - 1) // tile.stage_keys, low + 1), high)
         inner_end = cutlass.min(cutlass.max(first_end // tile.stage_keys, inner), high)
         if lane == 0:
             shared.tasks[stage, 3 + 2 * query_tile] = inner
             shared.tasks[stage, 4 + 2 * query_tile] = inner_end
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.mbarrier_arrive(shared.rows_full + stage)
 
 
 @cute.jit
 def _hand_on(lane, block, first, count, stage, shared):
-    """Write the task and arrive: at once for what was written, and when they are there for copies under way."""
+    """Write which tiles the task is, and arrive."""
     if lane == 0:
         shared.tasks[stage, 0] = block
         shared.tasks[stage, 1] = first
         shared.tasks[stage, 2] = count
-    cute.arch.cp_async_mbarrier_arrive_noinc(shared.task_full + stage)
-    cute.arch.sync_warp()
-    if lane == 0:
         cute.arch.mbarrier_arrive(shared.task_full + stage)

@@ -37,26 +37,26 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
     left = shared.tasks[0, 2]
     while left > 0:
         block = shared.tasks[q_stage, 0]
-        tile_index = shared.tasks[q_stage, 1]
-        _load_weights(tile, weights, data.has_q_scale, shared, rows_at + my_row, my_share, q_stage)
+        first_tile = shared.tasks[q_stage, 1]
+        # Tiles that every row sees wholly; none before the first tile is done.
+        inner_begin = Int32(-1)
+        inner_end = Int32(-1)
         row = block * tile.block_rows + rows_at + my_row
         out = data.out.iterator + cutlass.Int64(row) * data.out.stride[0]
-        stop = tile_index + left
-        # Tiles that every row sees wholly.
-        inner_begin = shared.tasks[q_stage, 3 + 2 * query_tile]
-        inner_end = shared.tasks[q_stage, 4 + 2 * query_tile]
         q_tile = q_stage * tile.query_tiles + query_tile
         cute.arch.mbarrier_wait(shared.q_full + q_tile, q_phase)
-        while tile_index < stop:
-            if tile_index == inner_begin and inner_begin < inner_end:
-                for i in cutlass.range(inner_begin, inner_end, unroll=1):
+        tile_index = first_tile
+        while tile_index < first_tile + left:
+            if tile_index >= inner_begin and tile_index < inner_end:
+                for i in cutlass.range(tile_index, inner_end, unroll=1):
                     cute.arch.mbarrier_wait(shared.k_full + k_stage, k_phase)
                     for half in cutlass.range_constexpr(tile.halves):
-                        first = i * tile.stage_keys + (half_at + half) * KEYS + my_key
-                        scales = _multiply(tile, half, mmas, dots, keys, queries, k_stage, half_at, q_tile, my_key, lane,
-                                           shared)  # fmt: skip
-                        _finish(tile, True, dots, weights, scales, first, my_share, row, out,
-                                rows_at + my_row, q_stage, data, shared, num_rows, num_keys)  # fmt: skip
+                        at = half_at + half
+                        scales = _multiply(tile, mmas, dots, keys, queries, k_stage, at, q_tile, my_key, shared)
+                        _wait(tile, half, k_stage, lane, shared)
+                        key = i * tile.stage_keys + at * KEYS + my_key
+                        _finish(tile, True, dots, weights, scales, key, my_share, row, out, rows_at + my_row, q_stage,
+                                data, shared, num_rows, num_keys)  # fmt: skip
                     k_stage += 1
                     if k_stage == tile.kv_stages:
                         k_stage = Int32(0)
@@ -65,11 +65,18 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
             else:
                 cute.arch.mbarrier_wait(shared.k_full + k_stage, k_phase)
                 for half in cutlass.range_constexpr(tile.halves):
-                    first = tile_index * tile.stage_keys + (half_at + half) * KEYS + my_key
-                    scales = _multiply(tile, half, mmas, dots, keys, queries, k_stage, half_at, q_tile, my_key, lane,
-                                       shared)  # fmt: skip
-                    _finish(tile, False, dots, weights, scales, first, my_share, row, out,
-                            rows_at + my_row, q_stage, data, shared, num_rows, num_keys)  # fmt: skip
+                    at = half_at + half
+                    scales = _multiply(tile, mmas, dots, keys, queries, k_stage, at, q_tile, my_key, shared)
+                    if cutlass.const_expr(half == 0) and tile_index == first_tile:
+                        # While the matrix unit works: they take half a microsecond.
+                        cute.arch.mbarrier_wait(shared.rows_full + q_stage, q_phase)
+                        inner_begin = shared.tasks[q_stage, 3 + 2 * query_tile]
+                        inner_end = shared.tasks[q_stage, 4 + 2 * query_tile]
+                        _load_weights(tile, weights, data.has_q_scale, shared, rows_at + my_row, my_share, q_stage)
+                    _wait(tile, half, k_stage, lane, shared)
+                    key = tile_index * tile.stage_keys + at * KEYS + my_key
+                    _finish(tile, False, dots, weights, scales, key, my_share, row, out, rows_at + my_row, q_stage,
+                            data, shared, num_rows, num_keys)  # fmt: skip
                 tile_index += 1
                 k_stage += 1
                 if k_stage == tile.kv_stages:
@@ -90,42 +97,49 @@ def _load_weights(tile: cutlass.Constexpr[Tile], weights, has_q_scale, shared, r
     count = 2 * tile.pairs
     for group in cutlass.range_constexpr(tile.groups):
         for i in cutlass.range_constexpr(count):
-            place = my_share * count + i
-            weight = shared.weights[place, row + 4 * group, q_stage]
-            weights[group * count + i] = weight
+            head = _head(tile, i, my_share)
+            weights[group * count + i] = shared.weights[head, row + 4 * group, q_stage]
     if has_q_scale != 0:
         for group in cutlass.range_constexpr(tile.groups):
             for i in cutlass.range_constexpr(count):
-                scale = shared.q_scale[my_share * count + i, row + 4 * group, q_stage]
+                scale = shared.q_scale[_head(tile, i, my_share), row + 4 * group, q_stage]
                 weights[group * count + i] = weights[group * count + i] * scale
 
 
+def _head(tile: Tile, i: int, my_share):
+    """Head of the ``i``-th of a lane's columns of one row: pairs go round among the lanes that share the row."""
+    return 2 * (i // 2 * tile.row_lanes + my_share) + i % 2
+
+
 @cute.jit
-def _multiply(
-    tile: cutlass.Constexpr[Tile], half: cutlass.Constexpr[int], mmas, dots, keys, queries, k_stage, half_at, q_tile,
-    my_key, lane, shared,
-):  # fmt: skip
-    """``dots = keys . queries`` of 64 keys; gives the stage back after its last use. Returns this thread's scales."""
+def _multiply(tile: cutlass.Constexpr[Tile], mmas, dots, keys, queries, k_stage, at, q_tile, my_key, shared):
+    """Start ``dots = keys . queries`` for the keys ``[64 * at, 64 * at + 64)`` of a stage.
+
+    Returns this thread's two scales, halved, because ``add_weighted_relu`` doubles.
+    """
     mma, mma_first = mmas
-    halves = tile.stage_keys // KEYS
-    place = k_stage * tile.stage_keys + (half_at + half) * KEYS + my_key
-    # Half of them: add_weighted_relu doubles.
+    place = k_stage * tile.stage_keys + at * KEYS + my_key
     scales = shared.k_scale[place] * Float32(0.5), shared.k_scale[place + 8] * Float32(0.5)
     warpgroup.fence()
     for step in cutlass.range_constexpr(tile.dim // 32):
         cute.gemm(
             mma if step else mma_first,
             dots,
-            keys[(None, None, step, k_stage * halves + half_at + half)],
+            keys[(None, None, step, k_stage * (tile.stage_keys // KEYS) + at)],
             queries[(None, None, step, q_tile)],
             dots,
         )
     warpgroup.commit_group()
+    return scales
+
+
+@cute.jit
+def _wait(tile: cutlass.Constexpr[Tile], half: cutlass.Constexpr[int], k_stage, lane, shared):
+    """Wait for the product; after a warpgroup's last one of a stage give the stage back."""
     warpgroup.wait_group(0)
     if cutlass.const_expr(half == tile.halves - 1):
         if lane == 0:
             cute.arch.mbarrier_arrive(shared.k_empty + k_stage)
-    return scales
 
 
 @cute.jit

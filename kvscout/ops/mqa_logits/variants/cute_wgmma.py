@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from ....device import num_sms
 from ....kernels.cute import runtime
 from ....kernels.cute.program import Program
@@ -42,7 +40,7 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _default_config(problem: Problem) -> Config:
-    most = MAX_COLUMNS // problem.num_heads
+    most = _most_rows(problem.num_heads)
     if problem.num_rows <= 4:
         # Few rows wait for memory: no more columns than there are rows, and both warpgroups on the same ones.
         rows = min(1 << (problem.num_rows - 1).bit_length(), most)
@@ -50,12 +48,17 @@ def _default_config(problem: Problem) -> Config:
     return Config(most)
 
 
+def _most_rows(num_heads: int) -> int:
+    # 32 rows of 8 heads would spill.
+    return min(MAX_COLUMNS // num_heads, 16)
+
+
 def _space(problem: Problem) -> Iterable[Config]:
     return _configs(problem.num_heads)
 
 
 def _configs(num_heads: int) -> Iterator[Config]:
-    most = MAX_COLUMNS // num_heads
+    most = _most_rows(num_heads)
     for rows in (1, 2, 4):
         if rows <= most:
             yield Config(rows, "keys")
@@ -95,10 +98,18 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     )
 
 
+def _programs() -> Iterator[Program]:
+    for heads in NUM_HEADS:
+        for dim in HEAD_DIMS:
+            for config in _configs(heads):
+                yield _program(Problem("sm_90", 1, 1, heads, dim, False), config)
+
+
 VARIANT = Variant(
     launch=_launch,
     default_config=_default_config,
     refuses=_refuses,
     space=_space,
     rank=lambda problem: 150,
+    programs=_programs,
 )
