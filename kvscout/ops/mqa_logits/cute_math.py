@@ -153,9 +153,7 @@ def _finish(
         sums = [Float32(0.0)] * 4
         for pair in cutlass.range_constexpr(tile.pairs):
             at = group * tile.pairs + pair
-            sums = add_weighted_relu(
-                [dots[4 * at + i] for i in range(4)], [weights[2 * at], weights[2 * at + 1]], sums
-            )
+            sums = add_weighted_relu([dots[4 * at + i] for i in range(4)], [weights[2 * at], weights[2 * at + 1]], sums)
         logit_0 = (sums[0] + sums[1]) * scales[0]
         logit_1 = (sums[2] + sums[3]) * scales[1]
         for distance in cutlass.range_constexpr(tile.row_lanes.bit_length() - 1):

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .cute_tile import KEYS, Tile
+from .cute_tile import COST_KEYS, Tile
 
 THREADS = 128
 """Threads that look for a share together."""
@@ -52,7 +52,7 @@ def _tiles_between(tile: cutlass.Constexpr[Tile], first_key, last_key):
 
 @cute.jit
 def _cost_of_tiles(tile: cutlass.Constexpr[Tile], count):
-    return count * (tile.stage_keys // KEYS)
+    return count * (tile.stage_keys // COST_KEYS)
 
 
 @cute.jit
@@ -170,7 +170,7 @@ def task_of(tile: cutlass.Constexpr[Tile], block, before, begin, end, lane, data
         to the next block.
     """
     first, count = block_tiles(tile, block, lane, data, num_rows, num_keys)
-    unit = tile.stage_keys // KEYS
+    unit = tile.stage_keys // COST_KEYS
     tiles_at = before + tile.block_cost
     low = cutlass.min((cutlass.max(begin - tiles_at, 0) + unit - 1) // unit, count)
     high = cutlass.min((cutlass.max(end - tiles_at, 0) + unit - 1) // unit, count)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 KEYS = 64
 """Keys of one matrix instruction."""
+COST_KEYS = 16
+"""Keys of a row block that cost 1 in the schedule."""
 MAX_COLUMNS = 256
 """Columns of one matrix instruction, at most."""
 WARPGROUPS = 2
@@ -39,7 +41,7 @@ class Tile:
         split: ``"rows"`` or ``"keys"``: what the two warpgroups divide among them.
         stage_keys: keys of a pipeline stage, and of a tile of the schedule.
         kv_stages: pipeline stages of keys.
-        block_cost: what loading a block's queries is charged in the schedule, in units of 64 keys.
+        block_cost: what loading a block's queries is charged in the schedule, in units of 16 keys.
     """
 
     heads: int

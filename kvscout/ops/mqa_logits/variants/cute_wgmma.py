@@ -1,14 +1,19 @@
 """Hopper: keys and queries through TMA into rings of shared memory, two warpgroups multiply, one launch does it all.
 
 Wins: everywhere on Hopper, D <= 128.
-Limit: relu and multiply-add of every dot product, which share the register file with the matrix unit.
+Limit: relu and multiply-add of every dot product, which share the register file with the matrix unit, and the power
+cap: under load the clock is 1.7 instead of 2 GHz.
 Measured: not yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ....device import num_sms
 from ....kernels.cute import runtime
@@ -19,6 +24,16 @@ from ..cute_tile import MAX_COLUMNS, Tile
 
 HEAD_DIMS = (32, 64, 128)
 
+# 32 rows of 8 heads would fill the accumulators too, but spill.
+MAX_ROWS = 16
+
+# Logits up to which stages of 64 keys, whose shares are more equal, took less time than stages of 128: by 9% at 1024^2,
+# 4% at 2048^2. At 4096^2 they took 6% more, at 1024 x 128k 10%.
+SMALL_LOGITS = 8 << 20
+
+# Logits up to which half as many rows took less time at 32 heads or fewer, by 3% at 1024^2; 8% more at 2048^2.
+TINY_LOGITS = 2 << 20
+
 
 @dataclass(frozen=True)
 class Config:
@@ -28,7 +43,7 @@ class Config:
     split: str = "rows"
     stage_keys: int = 128
     kv_stages: int = 4
-    block_cost: int = 3
+    block_cost: int = 4
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -36,25 +51,33 @@ def _refuses(problem: Problem) -> str | None:
         return f"keeps queries in shared memory up to head dimension {HEAD_DIMS[-1]}, this is {problem.head_dim}"
     if problem.fnuz:
         return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
-    return runtime.refusal(_program(problem, _default_config(problem)))
+    return runtime.refusal(_program(problem.num_heads, problem.head_dim, _default_config(problem)))
+
+
+def _most_rows(num_heads: int) -> int:
+    return min(MAX_COLUMNS // num_heads, MAX_ROWS)
+
+
+def _small(rows: int) -> Config:
+    return Config(rows, stage_keys=64, kv_stages=8, block_cost=3)
 
 
 def _default_config(problem: Problem) -> Config:
     most = _most_rows(problem.num_heads)
+    # No more columns than the rows need: 8 rows of 32 heads x 128k took 16 us with 4 rows a warpgroup, 24 with 8.
     if problem.num_rows <= 4:
-        # Few rows wait for memory: no more columns than there are rows, and both warpgroups on the same ones.
-        rows = min(1 << (problem.num_rows - 1).bit_length(), most)
-        return Config(rows, "keys")
-    return Config(most)
+        # Both warpgroups on the same rows, and different keys.
+        return Config(min(_power_of_two(problem.num_rows), most), "keys")
+    logits = problem.num_rows * problem.num_keys
+    if problem.num_heads <= 32 and logits <= TINY_LOGITS:
+        most //= 2
+    rows = min(_power_of_two(problem.num_rows) // 2, most)
+    return _small(rows) if logits <= SMALL_LOGITS or rows < most else Config(rows)
 
 
-def _most_rows(num_heads: int) -> int:
-    # 32 rows of 8 heads would spill.
-    return min(MAX_COLUMNS // num_heads, 16)
-
-
-def _space(problem: Problem) -> Iterable[Config]:
-    return _configs(problem.num_heads)
+def _power_of_two(n: int) -> int:
+    """The least power of two from ``n`` on."""
+    return 1 << (n - 1).bit_length()
 
 
 def _configs(num_heads: int) -> Iterator[Config]:
@@ -62,47 +85,53 @@ def _configs(num_heads: int) -> Iterator[Config]:
     for rows in (1, 2, 4):
         if rows <= most:
             yield Config(rows, "keys")
+    for rows in (4, 8, 16):
+        if rows < most:
+            yield _small(rows)
+    yield _small(most)
     yield Config(most)
 
 
-def _program(problem: Problem, config: Config) -> Program:
-    tile = Tile(
-        problem.num_heads,
-        problem.head_dim,
-        config.rows,
-        config.split,
-        config.stage_keys,
-        config.kv_stages,
-        config.block_cost,
-    )
+def _space(problem: Problem) -> Iterable[Config]:
+    return _configs(problem.num_heads)
+
+
+def _program(num_heads: int, head_dim: int, config: Config) -> Program:
+    tile = _tile(num_heads, head_dim, config)
     return Program(tile.name, "kvscout.ops.mqa_logits.cute_launch:build", tile)
+
+
+def _tile(num_heads: int, head_dim: int, config: Config) -> Tile:
+    return Tile(num_heads, head_dim, config.rows, config.split, config.stage_keys, config.kv_stages, config.block_cost)
+
+
+def _programs() -> Iterator[Program]:
+    for num_heads in NUM_HEADS:
+        for head_dim in HEAD_DIMS:
+            for config in _configs(num_heads):
+                yield _program(num_heads, head_dim, config)
+
+
+@functools.cache
+def _kernel(num_heads: int, head_dim: int, config: Config) -> Callable[..., Any]:
+    return runtime.load(_program(num_heads, head_dim, config))
 
 
 def _launch(problem: Problem, config: Config, args: Args) -> None:
     q, k, k_scale, weights, ks, ke, q_scale, out = args
-    program = _program(problem, config)
-    tile = program.spec
-    blocks = -(-problem.num_rows // tile.block_rows) * -(-problem.num_keys // tile.stage_keys)
-    runtime.load(program)(
-        q,
-        k,
-        k_scale,
-        weights,
-        weights if q_scale is None else q_scale,
-        ks,
-        ke,
-        out,
-        int(problem.has_q_scale),
-        int(problem.clean_logits),
-        min(blocks, num_sms(q.device)),
-    )
+    block_rows = config.rows * 2 if config.split == "rows" else config.rows
+    tiles = -(-problem.num_rows // block_rows) * -(-problem.num_keys // config.stage_keys)
+    _kernel(problem.num_heads, problem.head_dim, config)(
+        _regular(q), _regular(k), k_scale, weights, weights if q_scale is None else q_scale, ks, ke, out,
+        problem.has_q_scale, problem.clean_logits, min(tiles, num_sms(q.device)),
+    )  # fmt: skip
 
 
-def _programs() -> Iterator[Program]:
-    for heads in NUM_HEADS:
-        for dim in HEAD_DIMS:
-            for config in _configs(heads):
-                yield _program(Problem("sm_90", 1, 1, heads, dim, False), config)
+def _regular(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with strides that a tensor map takes: where there is one of a dimension, its stride may be anything."""
+    if all(stride % 16 == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.as_strided(x.shape, [16 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
 
 
 VARIANT = Variant(
