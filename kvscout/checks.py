@@ -2,14 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar, TypeVarTuple
 
 import torch
+
+Args = TypeVar("Args", bound=tuple[torch.Tensor | None, ...])
+Settings = TypeVarTuple("Settings")
+Problem = TypeVar("Problem")
 
 # Alignment, in bytes, that vector loads of the kernels ask of FP8 rows.
 ROW_ALIGNMENT = 16
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+
+# Layouts that a check remembers, of a few KB each; one more, and it starts afresh.
+MAX_LAYOUTS = 1024
+
+
+def once_per_layout(
+    *aligned: str,
+) -> Callable[[Callable[[Args, *Settings], Problem]], Callable[[Args, *Settings], Problem]]:
+    """Make ``check(args, *settings)`` run once per layout, and remember what it returned: most calls repeat a layout.
+
+    A layout is all that ``check`` may look at: of each tensor of the named tuple ``args`` its type, dtype, shape,
+    strides and device, or that it is None; the settings and their types; and, of the fields named ``aligned``, the
+    address modulo :data:`ROW_ALIGNMENT`. A failure is not remembered: the next such call raises it again.
+    """
+
+    def decorate(check: Callable[[Args, *Settings], Problem]) -> Callable[[Args, *Settings], Problem]:
+        remembered: dict[object, Problem] = {}
+
+        @functools.wraps(check)
+        def checked(args: Args, *settings: *Settings) -> Problem:
+            layout: tuple[object, ...] | None
+            try:
+                layout = (
+                    *[None if x is None else (type(x), x.dtype, x.shape, x.stride(), x.device) for x in args],
+                    *[(type(x), x) for x in settings],
+                    *[getattr(args, name).data_ptr() % ROW_ALIGNMENT for name in aligned],
+                )
+                problem = remembered.get(layout)
+            except Exception:
+                # Not a tensor, or one without strides or memory, or symbolic sizes: it is for the check to say so.
+                layout = problem = None
+            if problem is None:
+                problem = check(args, *settings)
+                if layout is not None:
+                    if len(remembered) >= MAX_LAYOUTS:
+                        remembered.clear()
+                    remembered[layout] = problem
+            return problem
+
+        return checked
+
+    return decorate
 
 
 def tensor(
@@ -37,10 +85,19 @@ def tensor(
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if value.dtype not in accepted:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, accepted))}, got {value.dtype}")
-    if value.dim() != len(shape) or any(isinstance(w, int) and w != g for w, g in zip(shape, value.shape, strict=True)):
+    if not _is_shape(value.shape, shape):
         raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(value.shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected on {device}, like the other tensors, got {value.device}")
+
+
+def _is_shape(given: torch.Size, shape: Sequence[int | str]) -> bool:
+    if len(given) != len(shape):
+        return False
+    for size, wanted in zip(given, shape, strict=True):  # noqa: SIM110 (a generator would take three times as long)
+        if isinstance(wanted, int) and size != wanted:
+            return False
+    return True
 
 
 def last_dim_contiguous(name: str, value: torch.Tensor) -> None:

@@ -56,6 +56,8 @@ class Variant:
         refuses: a sentence for the user why the problem is not served, or None where it is.
         space: the configs that ``verify --full`` checks and that a tuner would try.
         programs: every CuTe DSL kernel that ``launch`` may ask for, so that ``kvscout aot`` can compile them all.
+        records_grad: whether autograd would record what ``launch`` does, and must be off meanwhile. False, which saves
+            microseconds a call, is for a ``launch`` whose only torch operations are views and new tensors.
         name: the file's stem, filled in by the family.
     """
 
@@ -65,6 +67,7 @@ class Variant:
     refuses: Callable[[Any], str | None] = accepts_everything
     space: Callable[[Any], Iterable[Any]] | None = None
     programs: Callable[[], Iterable[Program]] | None = None
+    records_grad: bool = True
     name: str = ""
     summary: str = ""
 
@@ -83,7 +86,7 @@ class Choice(NamedTuple):
 
     def launch(self, problem: Any, args: Any) -> None:
         """Run the variant on ``args``, whose first field is a tensor, on that tensor's device."""
-        if torch.is_grad_enabled():
+        if self.variant.records_grad and torch.is_grad_enabled():
             with torch.no_grad():
                 return self.launch(problem, args)
         device = args[0].device

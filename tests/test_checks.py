@@ -1,6 +1,7 @@
 """Messages of the argument checks: which argument, what was expected, what came."""
 
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -82,3 +83,85 @@ RIGHT = [
 @pytest.mark.parametrize("call", RIGHT)
 def test_accepts(call):
     assert call() is None
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor | None = None
+
+
+BYTES = torch.zeros(64, dtype=torch.uint8)
+PAIR = Pair(BYTES[:32], BYTES[:32])
+
+OTHER_LAYOUTS = {
+    "dtype": (Pair(BYTES[:32].view(torch.int8), PAIR.b), True),
+    "shape": (Pair(BYTES[:31], PAIR.b), True),
+    "strides": (Pair(PAIR.a, BYTES[::2]), True),
+    "device": (Pair(PAIR.a, torch.empty(32, dtype=torch.uint8, device="meta")), True),
+    "type": (Pair(PAIR.a, torch.nn.Parameter(PAIR.b, requires_grad=False)), True),
+    "none": (Pair(PAIR.a), True),
+    "address": (Pair(BYTES[8:40], PAIR.b), True),
+    "setting": (PAIR, False),
+    "type of a setting": (PAIR, 1),
+}
+
+
+class TestOncePerLayout:
+    @pytest.fixture
+    def seen(self):
+        return []
+
+    @pytest.fixture
+    def check(self, seen):
+        """A check that notes its calls, and whose first tensor must be one of bytes and not empty."""
+
+        @checks.once_per_layout("a")
+        def check(args, setting):
+            seen.append((args, setting))
+            checks.tensor("a", args.a, ("N",), (torch.uint8, torch.int8))
+            checks.integer("a: size N", args.a.shape[0], 1)
+            return f"problem {len(seen)}"
+
+        return check
+
+    def test_a_layout_is_checked_once(self, check, seen):
+        assert check(PAIR, True) == check(Pair(torch.ones_like(PAIR.a), PAIR.b), True) == "problem 1"
+        # The check looks at the address of the first tensor alone.
+        assert check(Pair(PAIR.a, BYTES[1:33]), True) == "problem 1"
+        assert len(seen) == 1
+
+    @pytest.mark.parametrize(("args", "setting"), OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
+    def test_another_layout_is_checked(self, check, seen, args, setting):
+        check(PAIR, True)
+        assert check(args, setting) == check(args, setting) == "problem 2"
+        assert seen[1] == (args, setting)
+        assert check(PAIR, True) == "problem 1"
+
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (Pair([1]), "a: expected a torch.Tensor, got list"),
+            (Pair(None), "a: expected a torch.Tensor, got NoneType"),
+            (Pair(BYTES.float()), "a: expected dtype torch.uint8 or torch.int8, got torch.float32"),
+            (Pair(BYTES[:0]), "a: size N: expected at least 1, got 0"),
+        ],
+    )
+    def test_a_failure_is_the_check_s_own_every_time(self, check, args, message):
+        check(PAIR, True)
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$") as raised:
+                check(args, True)
+            assert raised.value.__context__ is None
+
+    def test_what_has_no_layout_is_always_checked(self, check, seen):
+        for args, setting in ((PAIR, []), (Pair(BYTES.to_sparse()), True), (Pair(PAIR.a, "b"), True)):
+            seen.clear()
+            check(args, setting)
+            check(args, setting)
+            assert len(seen) == 2
+
+    def test_memory_is_bounded(self, check, monkeypatch):
+        monkeypatch.setattr(checks, "MAX_LAYOUTS", 2)
+        assert [check(Pair(BYTES[:n]), True) for n in (1, 2, 1, 3, 3, 1)] == [
+            "problem 1", "problem 2", "problem 1", "problem 3", "problem 3", "problem 4",
+        ]  # fmt: skip

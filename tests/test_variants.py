@@ -98,6 +98,21 @@ class TestChoose:
         family.choose(Problem(7)).launch(Problem(7), (torch.empty(1), calls))
         assert calls == [("torch_plain", ("default", 7))]
 
+    @pytest.mark.parametrize("records", [True, False])
+    def test_gradients_are_off_where_they_would_be_recorded(self, records):
+        seen = []
+        variant = Variant(
+            launch=lambda *_: seen.append(torch.is_grad_enabled()),
+            default_config=lambda _: None,
+            rank=lambda _: 1,
+            records_grad=records,
+        )
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                Choice(variant, None).launch(Problem(), (torch.empty(1),))
+                assert torch.is_grad_enabled() is enabled
+        assert seen == [not records, False]
+
     def test_explicit_runs_what_auto_never_takes(self, family):
         assert family.choose(Problem(), "torch_never").variant.name == "torch_never"
 

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``aot``."""
     cores = min(MOST_JOBS, os.cpu_count() or 1)
     parser.add_argument("ops", nargs="*", metavar="OP", help="operations (default: all that have such kernels)")
+    parser.add_argument("--op", action="append", default=[], metavar="OP", help="another one; may be repeated")
     parser.add_argument(
         "--output", metavar="DIR", type=arguments.file_name, help="folder to write into (default: KVSCOUT_CACHE_DIR)"
     )
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile what is missing, print a table."""
-    kernels = select(args.ops)
+    kernels = select([*args.ops, *args.op])
     folder = env.cache_dir() if args.output is None else args.output.absolute()
     if args.list:
         rows = [(k.op, k.variant, k.program.name, _versions(folder, k.program)) for k in kernels]

@@ -67,7 +67,8 @@ def fp8_mqa_logits(
         s = clamp(cu_seq_len_k_start[i], 0, N),  e = clamp(cu_seq_len_k_end[i], s, N)
 
     Negative, inverted and past-the-end windows are legal; where they cross, they are empty. NaN stays NaN. On a GPU a
-    logit's bits depend on its own row and key alone; plain torch may round it differently in another batch.
+    logit's bits depend on its own row and key, and on the variant and config that serve the call, which "auto" picks by
+    the sizes; plain torch may round it differently in another batch.
 
     Args:
         q: e4m3 ``[S, H, D]``, H in 8, 16, 32, 64, 128 and D in 32, 64, 128, 256, 512. Any row and head stride that is
@@ -121,7 +122,7 @@ def _described(kv: object) -> str:
 
 def _new_logits(q: torch.Tensor, num_keys: int) -> torch.Tensor:
     stride = -(-num_keys // ROW_MULTIPLE) * ROW_MULTIPLE
-    return torch.empty(q.shape[0], stride, dtype=torch.float32, device=q.device)[:, :num_keys]
+    return torch.empty_strided((q.shape[0], num_keys), (stride, 1), dtype=torch.float32, device=q.device)
 
 
 def run(
@@ -144,6 +145,7 @@ def run(
         choice.launch(problem, args)
 
 
+@checks.once_per_layout("q", "k")
 def check(args: Args, clean_logits: bool) -> Problem:
     """Check every argument of a call and describe it."""
     q, k, k_scale, weights, ks, ke, q_scale, out = args

@@ -50,7 +50,6 @@ class Shared(NamedTuple):
     tasks: Any  # [q stage, (block, first tile, number of tiles, then first inner tile and its end per query tile)]
     windows: Any  # [(start, end), row in block, q stage]
     weights: Any  # [head, row in block, q stage]
-    q_scale: Any  # like weights
     k_scale: Any  # [key in stage and stage]
     neg_inf: Any
     q_boxes: Any  # the queries as the producer's boxes
@@ -154,7 +153,6 @@ class Kernel:
             tasks: cute.struct.MemRange[Int32, Q_STAGES * TASK_WORDS]
             windows: cute.struct.MemRange[Int32, Q_STAGES * tile.block_rows * 2]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, Q_STAGES * tile.block_rows * row_floats], 16]
-            q_scale: cute.struct.Align[cute.struct.MemRange[Float32, Q_STAGES * tile.block_rows * row_floats], 16]
             k_scale: cute.struct.Align[cute.struct.MemRange[Float32, tile.kv_stages * tile.stage_keys], 16]
             neg_inf: cute.struct.Align[cute.struct.MemRange[Float32, FILL_FLOATS], 128]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, Q_STAGES * tile.query_bytes], 1024]
@@ -176,7 +174,6 @@ class Kernel:
             tasks=memory.tasks.get_tensor(cute.make_layout((Q_STAGES, TASK_WORDS), stride=(TASK_WORDS, 1))),
             windows=memory.windows.get_tensor(cute.make_layout((2, tile.block_rows, Q_STAGES))),
             weights=memory.weights.get_tensor(per_row),
-            q_scale=memory.q_scale.get_tensor(per_row),
             k_scale=memory.k_scale.get_tensor(cute.make_layout(tile.kv_stages * tile.stage_keys)),
             neg_inf=memory.neg_inf.get_tensor(cute.make_layout(FILL_FLOATS)),
             q_boxes=memory.q.get_tensor(layouts.q_boxes.outer, swizzle=layouts.q_boxes.inner),

@@ -7,7 +7,7 @@ of a task; both walk the same share. After the last task comes an empty one.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...kernels.cute.dsl import copy_async
@@ -103,9 +103,7 @@ def load_tasks(tile: cutlass.Constexpr[Tile], share, lane, data, shared, num_row
         if low < high:
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
             _hand_on(lane, block, low, high - low, stage, shared)
-            _load_rows(tile, lane, block, stage, data.weights, shared.weights, num_rows)
-            if data.has_q_scale != 0:
-                _load_rows(tile, lane, block, stage, data.q_scale, shared.q_scale, num_rows)
+            _load_weights(tile, lane, block, stage, data, shared, num_rows)
             # Arrives when the copies have.
             cute.arch.cp_async_mbarrier_arrive_noinc(shared.rows_full + stage)
             _write_windows(tile, lane, block, low, high, stage, data, shared, num_rows, num_keys)
@@ -118,27 +116,40 @@ def load_tasks(tile: cutlass.Constexpr[Tile], share, lane, data, shared, num_row
 
 
 @cute.jit
-def _load_rows(tile: cutlass.Constexpr[Tile], lane, block, stage, source, target, num_rows):
-    """Start copying the block's rows of ``source`` ``[S, H]`` to a stage of ``target``; zeros past the last row."""
-    if source.iterator.toint() % 16 == 0 and source.stride[0] % 4 == 0:
-        _load_rows_by(tile, 4, lane, block, stage, source, target, num_rows)
+def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, shared, num_rows):
+    """Bring the weights of a block's rows to a stage; zeros past the last row."""
+    source = data.weights
+    if data.has_q_scale != 0:
+        for index in cutlass.range(lane, tile.block_rows * tile.heads, 32, unroll=1):
+            row, in_block, head = _place(tile, index, 1, block)
+            weight = Float32(0.0)
+            if row < num_rows:
+                weight = source[row, head] * data.q_scale[row, head]
+            shared.weights[head, in_block, stage] = weight
+    elif source.iterator.toint() % 16 == 0 and source.stride[0] % 4 == 0:
+        _copy_weights(tile, 4, lane, block, stage, source, shared, num_rows)
     else:
-        _load_rows_by(tile, 1, lane, block, stage, source, target, num_rows)
+        _copy_weights(tile, 1, lane, block, stage, source, shared, num_rows)
 
 
 @cute.jit
-def _load_rows_by(
-    tile: cutlass.Constexpr[Tile], width: cutlass.Constexpr[int], lane, block, stage, source, target, num_rows
+def _copy_weights(
+    tile: cutlass.Constexpr[Tile], width: cutlass.Constexpr[int], lane, block, stage, source, shared, num_rows
 ):  # fmt: skip
-    per_row = tile.heads // width
-    copies = tile.block_rows * per_row
-    for i in cutlass.range((copies + 31) // 32, unroll=4):
-        index = cutlass.min(i * 32 + lane, copies - 1)
-        in_block = index // per_row
-        head = index % per_row * width
-        row = block * tile.block_rows + in_block
+    """Start copying them, ``width`` at a time."""
+    for index in cutlass.range(lane, tile.block_rows * tile.heads // width, 32, unroll=width):
+        row, in_block, head = _place(tile, index, width, block)
         from_ = source.iterator + source.layout((cutlass.min(row, num_rows - 1), head))
-        copy_async(target.iterator + target.layout((head, in_block, stage)), from_, width * 4, row < num_rows)
+        to = shared.weights.iterator + shared.weights.layout((head, in_block, stage))
+        copy_async(to, from_, width * 4, row < num_rows)
+
+
+@cute.jit
+def _place(tile: cutlass.Constexpr[Tile], index, width: cutlass.Constexpr[int], block):
+    """Row, row in the block, and head of a block's ``index``-th run of ``width`` weights."""
+    per_row = tile.heads // width
+    in_block = index // per_row
+    return block * tile.block_rows + in_block, in_block, index % per_row * width
 
 
 @cute.jit

@@ -1,5 +1,7 @@
 """The two multiplying warpgroups: keys times queries, relu, weights, the sum over heads, and the stores."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -72,7 +74,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
                         cute.arch.mbarrier_wait(shared.rows_full + q_stage, q_phase)
                         inner_begin = shared.tasks[q_stage, 3 + 2 * query_tile]
                         inner_end = shared.tasks[q_stage, 4 + 2 * query_tile]
-                        _load_weights(tile, weights, data.has_q_scale, shared, rows_at + my_row, my_share, q_stage)
+                        _load_weights(tile, weights, shared, rows_at + my_row, my_share, q_stage)
                     _wait(tile, half, k_stage, lane, shared)
                     key = tile_index * tile.stage_keys + at * KEYS + my_key
                     _finish(tile, False, dots, weights, scales, key, my_share, row, out, rows_at + my_row, q_stage,
@@ -92,21 +94,14 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
 
 
 @cute.jit
-def _load_weights(tile: cutlass.Constexpr[Tile], weights, has_q_scale, shared, row, my_share, q_stage):
+def _load_weights(tile: cutlass.Constexpr[Tile], weights, shared, row, my_share, q_stage):
     """This thread's weights into registers."""
     count = 2 * tile.pairs
-    for group in cutlass.range_constexpr(tile.groups):
-        for i in cutlass.range_constexpr(count):
-            head = _head(tile, i, my_share)
-            weights[group * count + i] = shared.weights[head, row + 4 * group, q_stage]
-    if has_q_scale != 0:
-        for group in cutlass.range_constexpr(tile.groups):
-            for i in cutlass.range_constexpr(count):
-                scale = shared.q_scale[_head(tile, i, my_share), row + 4 * group, q_stage]
-                weights[group * count + i] = weights[group * count + i] * scale
+    for i in cutlass.range_constexpr(tile.groups * count):
+        weights[i] = shared.weights[_head(tile, i % count, my_share), row + 4 * (i // count), q_stage]
 
 
-def _head(tile: Tile, i: int, my_share):
+def _head(tile: Tile, i: int, my_share: Any) -> Any:
     """Head of the ``i``-th of a lane's columns of one row: pairs go round among the lanes that share the row."""
     return 2 * (i // 2 * tile.row_lanes + my_share) + i % 2
 

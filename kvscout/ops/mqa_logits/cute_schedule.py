@@ -72,7 +72,7 @@ def _cost_of(tile: cutlass.Constexpr[Tile], block, data, num_rows, num_keys):
                 start, end = _clamped(starts[i], ends[i], num_keys)
                 first_key, last_key = _widened(first_key, last_key, start, end)
     else:
-        for i in cutlass.range(tile.block_rows, unroll=min(tile.block_rows, 4)):
+        for i in cutlass.range(tile.block_rows, unroll=min(tile.block_rows, 2)):
             start, end = window(data, row + i, num_rows, num_keys)
             first_key, last_key = _widened(first_key, last_key, start, end)
     _, count = _tiles_between(tile, first_key, last_key)
@@ -96,7 +96,7 @@ def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, 
     cost = Int32(0)
     sum_ = Int32(0)
     before = Int32(0)
-    for step in cutlass.range(steps, unroll=4):
+    for step in cutlass.range(steps, unroll=2):
         before = cutlass.select_(step == lane * slot_steps, sum_, before)
         cost = _cost_of(tile, warp_block + step * 32 + lane, data, num_rows, num_keys)
         sum_ += cute.arch.warp_redux_sync(cost, kind="add")

@@ -118,6 +118,7 @@ def run(
         choice.launch(problem, args)
 
 
+@checks.once_per_layout()
 def check(args: Args, k: int, sorted: bool) -> Problem:
     """Check every argument of a call and describe it."""
     logits, ks, ke, out = args

@@ -1,6 +1,7 @@
 """``fp8_mqa_logits`` as its callers meet it: results, layouts of the output, messages, compilation."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvscout import UnsupportedProblem, fp8_mqa_logits
+from kvscout import UnsupportedProblem, checks, fp8_mqa_logits
 from kvscout.ops.mqa_logits.api import FAMILY, Args, Problem, check
 from kvscout.ops.mqa_logits.variants.torch_reference import reference
 
@@ -169,10 +170,54 @@ BAD = {
 
 
 @pytest.mark.parametrize(("message", "spoil"), BAD.items(), ids=BAD.keys())
-def test_bad_input_is_named(message, spoil):
+@pytest.mark.parametrize("after_a_good_call", [False, True])
+def test_bad_input_is_named(message, spoil, after_a_good_call):
+    if after_a_good_call:
+        fp8_mqa_logits(**make())
+        fp8_mqa_logits(**make(), q_scale=torch.ones(5, 16), out=torch.empty(5, 70))
     with pytest.raises((TypeError, ValueError)) as raised:
         fp8_mqa_logits(**spoil(make()))
     assert str(raised.value).startswith(message)
+    assert raised.value.__context__ is None
+
+
+def misplaced(x):
+    """``x`` with the same shape and strides, 8 bytes past a 16-byte boundary."""
+    room = torch.zeros(x.numel() + 16, dtype=torch.uint8).view(x.dtype)
+    offset = (8 - room.data_ptr()) % 16
+    return room[offset : offset + x.numel()].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("name", ["q", "kv[0]"])
+def test_a_misplaced_tensor_is_seen_after_a_good_call(name):
+    call = make()
+    fp8_mqa_logits(**call)
+    if name == "q":
+        call["q"] = misplaced(call["q"])
+    else:
+        call["kv"] = (misplaced(call["kv"][0]), call["kv"][1])
+    message = f"{name}: expected rows that start on 16-byte boundaries, got strides .* an address that is 8 past one"
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}{message.removeprefix(name)}"):
+        fp8_mqa_logits(**call)
+
+
+def test_a_layout_is_checked_once(monkeypatch):
+    """What keeps the host's part of a call to microseconds."""
+    called = []
+
+    def counting(name, check):
+        return lambda *arguments: (called.append(name), check(*arguments))[1]
+
+    for name in ("tensor", "rows_aligned", "rows_apart", "last_dim_contiguous", "boolean", "one_of"):
+        monkeypatch.setattr(checks, name, counting(name, getattr(checks, name)))
+    call = make(rows=6, keys=71)
+    first = fp8_mqa_logits(**call, out=torch.empty(6, 71))
+    assert len(called) > 10
+    called.clear()
+    assert torch.equal(fp8_mqa_logits(**make(rows=6, keys=71), out=torch.empty(6, 71)), first)
+    assert not called
+    fp8_mqa_logits(**call, clean_logits=False, out=torch.empty(6, 71))
+    assert len(called) > 10
 
 
 def test_a_named_variant_never_falls_back():
@@ -200,6 +245,7 @@ def test_each_gpu_is_told_which_e4m3_it_multiplies(arch, fnuz, sentence):
 
 
 def test_the_environment_names_a_variant(monkeypatch):
+    assert fp8_mqa_logits(**make(dim=512)).shape == (5, 70)
     monkeypatch.setenv("KVSCOUT_MQA_LOGITS_VARIANT", "triton_staged")
     with pytest.raises(UnsupportedProblem, match="triton_staged"):
         fp8_mqa_logits(**make(dim=512))
@@ -212,10 +258,19 @@ def test_a_wrong_name_in_the_environment_is_told(monkeypatch):
         fp8_mqa_logits(**make())
 
 
-def test_results_carry_no_gradient():
-    call = make()
-    call["weights"].requires_grad_()
-    assert not fp8_mqa_logits(**call).requires_grad
+@pytest.mark.parametrize("variant", SERVING_ON_CPU)
+def test_results_carry_no_gradient(variant):
+    call, q_scale = make(), torch.ones(5, 16)
+    expected = fp8_mqa_logits(**call, variant=variant)
+    for x in (call["q"], *call["kv"], call["weights"], q_scale):
+        x.requires_grad_()
+    found = fp8_mqa_logits(**call, q_scale=q_scale, variant=variant)
+    assert not found.requires_grad
+    assert torch.equal(found, expected)
+    # One that asks for a gradient itself is written all the same.
+    out = torch.empty(5, 70, requires_grad=True)
+    assert fp8_mqa_logits(**call, out=out, variant=variant).grad_fn is None
+    assert torch.equal(out, expected)
 
 
 def test_tensors_without_memory_are_not_offered_to_triton():

@@ -109,5 +109,6 @@ VARIANT = Variant(
     default_config=_default_config,
     refuses=fp8_refusal,
     space=_space,
+    records_grad=False,
     rank=lambda problem: 60,
 )

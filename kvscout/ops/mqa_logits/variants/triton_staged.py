@@ -145,5 +145,6 @@ VARIANT = Variant(
     default_config=_default_config,
     refuses=_refuses,
     space=_space,
+    records_grad=False,
     rank=lambda problem: 70,
 )
