@@ -101,8 +101,9 @@ def test_a_call_is_one_launch_on_the_caller_s_own_tensors(name, clean, launches)
 
 
 def test_a_new_result_is_all_that_a_call_allocates(launches):
+    call = make() | {"out": None}
     with _HostOps() as host:
-        found = fp8_mqa_logits(**make() | {"out": None})
+        found = fp8_mqa_logits(**call)
     assert all(name.startswith("aten.empty") for name in host.names)
     assert len(host.names) == 1
     ((_, arguments),) = launches
