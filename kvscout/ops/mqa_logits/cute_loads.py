@@ -120,12 +120,12 @@ def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, share
     """Bring the weights of a block's rows to a stage; zeros past the last row."""
     source = data.weights
     if data.has_q_scale != 0:
-        for index in cutlass.range(lane, tile.block_rows * tile.heads, 32, unroll=1):
+        # Ordinary stores: _write_windows synchronises the warp before it arrives for all of them.
+        for index in cutlass.range(lane, tile.block_rows * tile.heads, 32, unroll=4):
             row, in_block, head = _place(tile, index, 1, block)
-            weight = Float32(0.0)
-            if row < num_rows:
-                weight = source[row, head] * data.q_scale[row, head]
-            shared.weights[head, in_block, stage] = weight
+            loaded = cutlass.min(row, num_rows - 1)
+            weight = source[loaded, head] * data.q_scale[loaded, head]
+            shared.weights[head, in_block, stage] = cutlass.select_(row < num_rows, weight, Float32(0.0))
     elif source.iterator.toint() % 16 == 0 and source.stride[0] % 4 == 0:
         _copy_weights(tile, 4, lane, block, stage, source, shared, num_rows)
     else:

@@ -84,6 +84,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
                 if k_stage == tile.kv_stages:
                     k_stage = Int32(0)
                     k_phase = k_phase ^ 1
+        cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(shared.q_empty + q_stage)
         q_stage = q_stage ^ 1
@@ -110,11 +111,11 @@ def _head(tile: Tile, i: int, my_share: Any) -> Any:
 def _multiply(tile: cutlass.Constexpr[Tile], mmas, dots, keys, queries, k_stage, at, q_tile, my_key, shared):
     """Start ``dots = keys . queries`` for the keys ``[64 * at, 64 * at + 64)`` of a stage.
 
-    Returns this thread's two scales, halved, because ``add_weighted_relu`` doubles.
+    Returns this thread's two scales, the first one halved, because ``add_weighted_relu`` doubles it.
     """
     mma, mma_first = mmas
     place = k_stage * tile.stage_keys + at * KEYS + my_key
-    scales = shared.k_scale[place] * Float32(0.5), shared.k_scale[place + 8] * Float32(0.5)
+    scales = shared.k_scale[place] * Float32(0.5), shared.k_scale[place + 8]
     warpgroup.fence()
     for step in cutlass.range_constexpr(tile.dim // 32):
         cute.gemm(

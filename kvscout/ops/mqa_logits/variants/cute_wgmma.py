@@ -20,9 +20,13 @@ from ....kernels.cute import runtime
 from ....kernels.cute.program import Program
 from ....variants import Variant
 from ..api import NUM_HEADS, Args, Problem
-from ..cute_tile import MAX_COLUMNS, Tile
+from ..cute_tile import COST_KEYS, MAX_COLUMNS, WARPGROUPS, Tile
 
 HEAD_DIMS = (32, 64, 128)
+
+# A key's number plus a stage or a piece of the fill, and the sum of all costs, must fit 32 bits.
+MAX_KEYS = (1 << 31) - 8192
+MAX_COST = (1 << 31) - 1
 
 # 32 rows of 8 heads would fill the accumulators too, but spill.
 MAX_ROWS = 16
@@ -49,9 +53,22 @@ class Config:
 def _refuses(problem: Problem) -> str | None:
     if problem.head_dim not in HEAD_DIMS:
         return f"keeps queries in shared memory up to head dimension {HEAD_DIMS[-1]}, this is {problem.head_dim}"
+    if problem.num_keys > MAX_KEYS or _total_cost(problem, _default_config(problem)) > MAX_COST:
+        return f"counts keys and tiles in 32 bits, too few for {problem.num_rows} x {problem.num_keys} logits"
     if problem.fnuz:
         return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
     return runtime.refusal(_program(problem.num_heads, problem.head_dim, _default_config(problem)))
+
+
+def _block_rows(config: Config) -> int:
+    return config.rows * (WARPGROUPS if config.split == "rows" else 1)
+
+
+def _total_cost(problem: Problem, config: Config) -> int:
+    """The largest that the schedule's sum of costs can be."""
+    blocks = -(-problem.num_rows // _block_rows(config))
+    tiles = -(-problem.num_keys // config.stage_keys)
+    return blocks * (tiles * config.stage_keys // COST_KEYS + config.block_cost)
 
 
 def _most_rows(num_heads: int) -> int:
@@ -93,7 +110,7 @@ def _configs(num_heads: int) -> Iterator[Config]:
 
 
 def _space(problem: Problem) -> Iterable[Config]:
-    return _configs(problem.num_heads)
+    return (config for config in _configs(problem.num_heads) if _total_cost(problem, config) <= MAX_COST)
 
 
 def _program(num_heads: int, head_dim: int, config: Config) -> Program:
@@ -119,8 +136,7 @@ def _kernel(num_heads: int, head_dim: int, config: Config) -> Callable[..., Any]
 
 def _launch(problem: Problem, config: Config, args: Args) -> None:
     q, k, k_scale, weights, ks, ke, q_scale, out = args
-    block_rows = config.rows * 2 if config.split == "rows" else config.rows
-    tiles = -(-problem.num_rows // block_rows) * -(-problem.num_keys // config.stage_keys)
+    tiles = -(-problem.num_rows // _block_rows(config)) * -(-problem.num_keys // config.stage_keys)
     _kernel(problem.num_heads, problem.head_dim, config)(
         _regular(q), _regular(k), k_scale, weights, weights if q_scale is None else q_scale, ks, ke, out,
         problem.has_q_scale, problem.clean_logits, min(tiles, num_sms(q.device)),
