@@ -85,7 +85,8 @@ def _time_of(content: dict[str, Any]) -> str:
 def _statuses(content: dict[str, Any], key: str) -> dict[tuple[str, str], list[str]]:
     found: dict[tuple[str, str], list[str]] = {}
     for record in content.get(key, []):
-        found.setdefault((record["op"], record["variant"]), []).append(record["status"])
+        # What "auto" chose was measured, not "auto".
+        found.setdefault((record["op"], record.get("chosen") or record["variant"]), []).append(record["status"])
     return found
 
 

@@ -77,3 +77,20 @@ def test_every_bench_case_is_in_a_group_and_the_other_way_round():
 
 def test_no_case_is_named_twice():
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def sample_of(rows, keys, spread):
+    """The sample of a case whose heads' terms are +1 and -1, and whose logits are ``spread`` of their sum."""
+    case = MqaLogitsCase(rows, keys, 8, 32, True, "full")
+    args = case.prepare(CPU).args
+    args.q.copy_(torch.ones(args.q.shape).to(args.q.dtype))
+    args.k.copy_(torch.ones(args.k.shape).to(args.k.dtype))
+    args.weights.copy_(torch.tensor([1.0 + spread, -1.0 + spread] * 4))
+    return case._sample(args)
+
+
+def test_the_bound_follows_the_terms_of_a_few_logits_alone():
+    assert sample_of(1, 1, 0.125).cancelled == pytest.approx(8)
+    assert sample_of(1, 1, 1.0).cancelled == pytest.approx(1)
+    assert sample_of(1, 1, 0.0).cancelled == 1
+    assert sample_of(3, 20, 0.125).cancelled == 1
