@@ -15,29 +15,29 @@ PIECE = 8192
 
 
 @cute.jit
-def fill(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, num_keys):
+def fill(tile: cutlass.Constexpr[Tile], warp, lane, data, shared):
     """Write -inf in every column of every row that no tile of the row's block covers.
 
     Pieces of the output go to the filling warps of all thread blocks in turn, whatever those multiply.
     """
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
-    pieces = (num_keys + PIECE - 1) // PIECE
-    total = pieces * ((num_rows + tile.block_rows - 1) // tile.block_rows)
+    pieces = (data.num_keys + PIECE - 1) // PIECE
+    total = pieces * ((data.num_rows + tile.block_rows - 1) // tile.block_rows)
     for index in cutlass.range(cta * WARPS + warp, total, ctas * WARPS, unroll=1):
         block = index // pieces
         begin = (index - block * pieces) * PIECE
-        end = cutlass.min(begin + PIECE, num_keys)
-        first, count = block_tiles(tile, block, lane, data, num_rows, num_keys)
+        end = cutlass.min(begin + PIECE, data.num_keys)
+        first, count = block_tiles(tile, block, lane, data)
         covered = first * tile.stage_keys
         covered_end = covered + count * tile.stage_keys
         if count == 0:
-            covered = num_keys
-            covered_end = num_keys
+            covered = data.num_keys
+            covered_end = data.num_keys
         for i in cutlass.range_constexpr((tile.block_rows + 31) // 32):
             in_block = lane + 32 * i
             row = block * tile.block_rows + in_block
-            if in_block < tile.block_rows and row < num_rows:
+            if in_block < tile.block_rows and row < data.num_rows:
                 out = data.out.iterator + cutlass.Int64(row) * data.out.stride[0]
                 _fill_run(out, begin, cutlass.min(end, covered), shared)
                 _fill_run(out, cutlass.max(begin, covered_end), end, shared)

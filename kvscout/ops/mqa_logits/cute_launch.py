@@ -35,6 +35,8 @@ class Data(NamedTuple):
     out: Any
     has_q_scale: Any
     clean: Any
+    num_rows: Any
+    num_keys: Any
 
 
 class Shared(NamedTuple):
@@ -135,10 +137,9 @@ class Kernel:
         copy_k, tma_k = cpasync.make_tiled_tma_atom(
             load, k, cute.slice_(layouts.k_stages, (None, None, 0)), (tile.stage_keys, dim)
         )
-        data = Data(k_scale, weights, q_scale, ks, ke, out, has_q_scale, clean)
-        self.kernel(copy_q, tma_q, copy_k, tma_k, *data, *mmas).launch(
-            grid=(thread_blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        self.kernel(
+            copy_q, tma_q, copy_k, tma_k, k_scale, weights, q_scale, ks, ke, out, has_q_scale, clean, *mmas
+        ).launch(grid=(thread_blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     def _shared(self) -> Shared:
         """Allocate shared memory."""
@@ -202,10 +203,9 @@ class Kernel:
     ) -> None:
         """Set up, find this thread block's share, then each warp does what its role is."""
         tile = self.tile
-        data = Data(k_scale, weights, q_scale, ks, ke, out, has_q_scale, clean)
+        num_rows, num_keys = cute.size(out, mode=[0]), cute.size(out, mode=[1])
+        data = Data(k_scale, weights, q_scale, ks, ke, out, has_q_scale, clean, num_rows, num_keys)
         shared = self._shared()
-        num_rows = cute.size(out, mode=[0])
-        num_keys = cute.size(out, mode=[1])
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -235,17 +235,17 @@ class Kernel:
         # One branch per role, or the compiler ignores the register counts.
         if warp >= 8:
             # Before the registers go, since it keeps many loads under way.
-            share = my_share(tile, warp - 8, lane, data, shared, num_rows, num_keys)
+            share = my_share(tile, warp - 8, lane, data, shared)
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 8:
-                load_matrices(tile, share, lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys)
+                load_matrices(tile, share, lane, copy_q, tma_q, copy_k, tma_k, data, shared)
             elif warp == 9:
-                load_tasks(tile, share, lane, data, shared, num_rows, num_keys)
+                load_tasks(tile, share, lane, data, shared)
             elif clean != 0:
-                fill(tile, warp - 10, lane, data, shared, num_rows, num_keys)
+                fill(tile, warp - 10, lane, data, shared)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            consume(tile, thread, (mma, mma_first), data, shared, num_rows, num_keys)
+            consume(tile, thread, (mma, mma_first), data, shared)
 
 
 def build(tile: Tile) -> tuple[Kernel, tuple[Any, ...]]:

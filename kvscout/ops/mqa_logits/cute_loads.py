@@ -17,7 +17,7 @@ from .cute_tile import Tile
 
 @cute.jit
 def load_matrices(
-    tile: cutlass.Constexpr[Tile], share, lane, copy_q, tma_q, copy_k, tma_k, data, shared, num_rows, num_keys
+    tile: cutlass.Constexpr[Tile], share, lane, copy_q, tma_q, copy_k, tma_k, data, shared,
 ):  # fmt: skip
     """Load the queries, the keys and the keys' scales of every task."""
     boxes = cute.local_tile(tma_q, (tile.dim, 2, tile.quad_rows, tile.heads // 2), (0, 0, None, 0))
@@ -35,23 +35,19 @@ def load_matrices(
     k_phase = Int32(1)
     block, before, begin, end = share
     while before < end:
-        low, high, before = task_of(tile, block, before, begin, end, lane, data, num_rows, num_keys)
+        low, high, before = task_of(tile, block, before, begin, end, lane, data)
         if low < high:
             cute.arch.mbarrier_wait(shared.q_empty + q_stage, q_phase)
             # The first keys go before the second query tile, so that one warpgroup can start.
             _load_queries(tile, 0, block, q_stage, copy_q, box_from, box_to, shared)
-            k_stage, k_phase = _load_keys(
-                tile, lane, low, k_stage, k_phase, copy_k, keys_from, keys_to, data, shared, num_keys
-            )
+            k_stage, k_phase = _load_keys(tile, lane, low, k_stage, k_phase, copy_k, keys_from, keys_to, data, shared)
             if cutlass.const_expr(tile.query_tiles == 2):
                 _load_queries(tile, 1, block, q_stage, copy_q, box_from, box_to, shared)
             q_stage = q_stage ^ 1
             if q_stage == 0:
                 q_phase = q_phase ^ 1
             for i in cutlass.range(low + 1, high, unroll=1):
-                k_stage, k_phase = _load_keys(
-                    tile, lane, i, k_stage, k_phase, copy_k, keys_from, keys_to, data, shared, num_keys
-                )
+                k_stage, k_phase = _load_keys(tile, lane, i, k_stage, k_phase, copy_k, keys_from, keys_to, data, shared)
         block += 1
 
 
@@ -71,7 +67,7 @@ def _load_queries(
 
 @cute.jit
 def _load_keys(
-    tile: cutlass.Constexpr[Tile], lane, i, stage, phase, copy, source, target, data, shared, num_keys
+    tile: cutlass.Constexpr[Tile], lane, i, stage, phase, copy, source, target, data, shared
 ):  # fmt: skip
     """Start loading the keys of tile ``i`` and their scales into a stage; the stage after it."""
     cute.arch.mbarrier_wait(shared.k_empty + stage, phase)
@@ -81,9 +77,9 @@ def _load_keys(
     cute.copy(copy, source[(None, i)], target[(None, stage)], tma_bar_ptr=full)
     for part in cutlass.range_constexpr(tile.stage_keys // 32):
         key = i * tile.stage_keys + part * 32 + lane
-        from_ = data.k_scale.iterator + cutlass.min(key, num_keys - 1)
+        from_ = data.k_scale.iterator + cutlass.min(key, data.num_keys - 1)
         place = stage * tile.stage_keys + part * 32 + lane
-        copy_async(shared.k_scale.iterator + place, from_, 4, key < num_keys)
+        copy_async(shared.k_scale.iterator + place, from_, 4, key < data.num_keys)
     cute.arch.cp_async_mbarrier_arrive_noinc(full)
     stage += 1
     if stage == tile.kv_stages:
@@ -93,20 +89,20 @@ def _load_keys(
 
 
 @cute.jit
-def load_tasks(tile: cutlass.Constexpr[Tile], share, lane, data, shared, num_rows, num_keys):
+def load_tasks(tile: cutlass.Constexpr[Tile], share, lane, data, shared):
     """Write every task: its block and tiles, its rows' windows and weights."""
     stage = Int32(0)
     phase = Int32(1)
     block, before, begin, end = share
     while before < end:
-        low, high, before = task_of(tile, block, before, begin, end, lane, data, num_rows, num_keys)
+        low, high, before = task_of(tile, block, before, begin, end, lane, data)
         if low < high:
             cute.arch.mbarrier_wait(shared.q_empty + stage, phase)
             _hand_on(lane, block, low, high - low, stage, shared)
-            _load_weights(tile, lane, block, stage, data, shared, num_rows)
+            _load_weights(tile, lane, block, stage, data, shared)
             # Arrives when the copies have.
             cute.arch.cp_async_mbarrier_arrive_noinc(shared.rows_full + stage)
-            _write_windows(tile, lane, block, low, high, stage, data, shared, num_rows, num_keys)
+            _write_windows(tile, lane, block, low, high, stage, data, shared)
             stage = stage ^ 1
             if stage == 0:
                 phase = phase ^ 1
@@ -116,32 +112,32 @@ def load_tasks(tile: cutlass.Constexpr[Tile], share, lane, data, shared, num_row
 
 
 @cute.jit
-def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, shared, num_rows):
+def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, shared):
     """Bring the weights of a block's rows to a stage; zeros past the last row."""
     source = data.weights
     if data.has_q_scale != 0:
         # Ordinary stores: _write_windows synchronises the warp before it arrives for all of them.
         for index in cutlass.range(lane, tile.block_rows * tile.heads, 32, unroll=4):
             row, in_block, head = _place(tile, index, 1, block)
-            loaded = cutlass.min(row, num_rows - 1)
+            loaded = cutlass.min(row, data.num_rows - 1)
             weight = source[loaded, head] * data.q_scale[loaded, head]
-            shared.weights[head, in_block, stage] = cutlass.select_(row < num_rows, weight, Float32(0.0))
+            shared.weights[head, in_block, stage] = cutlass.select_(row < data.num_rows, weight, Float32(0.0))
     elif source.iterator.toint() % 16 == 0 and source.stride[0] % 4 == 0:
-        _copy_weights(tile, 4, lane, block, stage, source, shared, num_rows)
+        _copy_weights(tile, 4, lane, block, stage, source, data, shared)
     else:
-        _copy_weights(tile, 1, lane, block, stage, source, shared, num_rows)
+        _copy_weights(tile, 1, lane, block, stage, source, data, shared)
 
 
 @cute.jit
 def _copy_weights(
-    tile: cutlass.Constexpr[Tile], width: cutlass.Constexpr[int], lane, block, stage, source, shared, num_rows
+    tile: cutlass.Constexpr[Tile], width: cutlass.Constexpr[int], lane, block, stage, source, data, shared
 ):  # fmt: skip
     """Start copying them, ``width`` at a time."""
     for index in cutlass.range(lane, tile.block_rows * tile.heads // width, 32, unroll=width):
         row, in_block, head = _place(tile, index, width, block)
-        from_ = source.iterator + source.layout((cutlass.min(row, num_rows - 1), head))
+        from_ = source.iterator + source.layout((cutlass.min(row, data.num_rows - 1), head))
         to = shared.weights.iterator + shared.weights.layout((head, in_block, stage))
-        copy_async(to, from_, width * 4, row < num_rows)
+        copy_async(to, from_, width * 4, row < data.num_rows)
 
 
 @cute.jit
@@ -153,14 +149,14 @@ def _place(tile: cutlass.Constexpr[Tile], index, width: cutlass.Constexpr[int], 
 
 
 @cute.jit
-def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, low, high, stage, data, shared, num_rows, num_keys):
+def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, low, high, stage, data, shared):
     """Write the windows of the block's rows, and which tiles lie inside those of all rows of a query tile; arrive."""
     for query_tile in cutlass.range_constexpr(tile.query_tiles):
         in_block = query_tile * tile.rows + cutlass.min(lane, tile.rows - 1)
         row = block * tile.block_rows + in_block
-        start, end = window(data, row, num_rows, num_keys)
+        start, end = window(data, row)
         # Rows past the last have empty windows.
-        end = cutlass.select_(row < num_rows, end, 0)
+        end = cutlass.select_(row < data.num_rows, end, 0)
         if lane < tile.rows:
             shared.windows[0, in_block, stage] = start
             shared.windows[1, in_block, stage] = end

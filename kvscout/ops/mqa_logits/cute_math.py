@@ -12,7 +12,7 @@ from .cute_tile import KEYS, Tile
 
 
 @cute.jit
-def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows, num_keys):
+def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared):
     """Compute every task that the producer hands on, until the empty one."""
     lane = thread % 32
     group = cute.arch.make_warp_uniform(thread // 128)
@@ -58,7 +58,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
                         _wait(tile, half, k_stage, lane, shared)
                         key = i * tile.stage_keys + at * KEYS + my_key
                         _finish(tile, True, dots, weights, scales, key, my_share, row, out, rows_at + my_row, q_stage,
-                                data, shared, num_rows, num_keys)  # fmt: skip
+                                data, shared)  # fmt: skip
                     k_stage += 1
                     if k_stage == tile.kv_stages:
                         k_stage = Int32(0)
@@ -78,7 +78,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, mmas, data, shared, num_rows,
                     _wait(tile, half, k_stage, lane, shared)
                     key = tile_index * tile.stage_keys + at * KEYS + my_key
                     _finish(tile, False, dots, weights, scales, key, my_share, row, out, rows_at + my_row, q_stage,
-                            data, shared, num_rows, num_keys)  # fmt: skip
+                            data, shared)  # fmt: skip
                 tile_index += 1
                 k_stage += 1
                 if k_stage == tile.kv_stages:
@@ -141,7 +141,7 @@ def _wait(tile: cutlass.Constexpr[Tile], half: cutlass.Constexpr[int], k_stage, 
 @cute.jit
 def _finish(
     tile: cutlass.Constexpr[Tile], inner: cutlass.Constexpr[bool], dots, weights, scales, key, my_share, row, out,
-    row_in_block, q_stage, data, shared, num_rows, num_keys,
+    row_in_block, q_stage, data, shared,
 ):  # fmt: skip
     """Turn dots into logits and store them; ``inner`` ones are all inside their windows."""
     stride = data.out.stride[0]
@@ -158,27 +158,24 @@ def _finish(
             logit_1 += cute.arch.shuffle_sync_bfly(logit_1, lanes)
         to = cute.make_tensor(out + 4 * group * stride, cute.make_layout(1 << 30))
         if cutlass.const_expr(tile.row_lanes == 1):
-            _store(inner, to, key, logit_0, row + 4 * group, row_in_block + 4 * group, q_stage, data, shared, num_rows,
-                   num_keys)  # fmt: skip
-            _store(inner, to, key + 8, logit_1, row + 4 * group, row_in_block + 4 * group, q_stage, data, shared,
-                   num_rows, num_keys)  # fmt: skip
+            _store(inner, to, key, logit_0, row + 4 * group, row_in_block + 4 * group, q_stage, data, shared)
+            _store(inner, to, key + 8, logit_1, row + 4 * group, row_in_block + 4 * group, q_stage, data, shared)
         else:
             # The first two lanes that share a row store one key each.
             logit = logit_0
             if my_share == 1:
                 logit = logit_1
             if my_share < 2:
-                _store(inner, to, key + 8 * my_share, logit, row, row_in_block, q_stage, data, shared, num_rows,
-                       num_keys)  # fmt: skip
+                _store(inner, to, key + 8 * my_share, logit, row, row_in_block, q_stage, data, shared)
 
 
 @cute.jit
 def _store(
-    inner: cutlass.Constexpr[bool], to, key, logit, row, row_in_block, q_stage, data, shared, num_rows, num_keys
+    inner: cutlass.Constexpr[bool], to, key, logit, row, row_in_block, q_stage, data, shared,
 ):  # fmt: skip
     if cutlass.const_expr(inner):
         to[key] = logit
     else:
         inside = key >= shared.windows[0, row_in_block, q_stage] and key < shared.windows[1, row_in_block, q_stage]
-        if inside or (data.clean != 0 and row < num_rows and key < num_keys):
+        if inside or (data.clean != 0 and row < data.num_rows and key < data.num_keys):
             to[key] = cutlass.select_(inside, logit, -Float32.inf)

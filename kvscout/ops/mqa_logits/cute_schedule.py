@@ -21,10 +21,10 @@ SHARE_WORDS = THREADS // 32 + 2
 
 
 @cute.jit
-def window(data, row, num_rows, num_keys):
+def window(data, row):
     """Clamped start and end of a row's window; those of the last row past it. No branch, so that loads overlap."""
-    row = cutlass.min(row, num_rows - 1)
-    return _clamped(data.ks[row], data.ke[row], num_keys)
+    row = cutlass.min(row, data.num_rows - 1)
+    return _clamped(data.ks[row], data.ke[row], data.num_keys)
 
 
 @cute.jit
@@ -56,31 +56,31 @@ def _cost_of_tiles(tile: cutlass.Constexpr[Tile], count):
 
 
 @cute.jit
-def _cost_of(tile: cutlass.Constexpr[Tile], block, data, num_rows, num_keys):
+def _cost_of(tile: cutlass.Constexpr[Tile], block, data):
     """Cost of a block, computed by one lane; 0 past the last block."""
-    first_key = num_keys
+    first_key = data.num_keys
     last_key = Int32(0)
     row = block * tile.block_rows
     aligned = (data.ks.iterator.toint() | data.ke.iterator.toint()) % 16 == 0
-    if cutlass.const_expr(tile.block_rows % 4 == 0) and aligned and row + tile.block_rows <= num_rows:
+    if cutlass.const_expr(tile.block_rows % 4 == 0) and aligned and row + tile.block_rows <= data.num_rows:
         # Four rows a load: a lane reads whole sectors.
         for part in cutlass.range(tile.block_rows // 4, unroll=min(tile.block_rows // 4, 4)):
             four = cute.make_layout(4)
             starts = cute.make_tensor((data.ks.iterator + row + 4 * part).align(16), four).load()
             ends = cute.make_tensor((data.ke.iterator + row + 4 * part).align(16), four).load()
             for i in cutlass.range_constexpr(4):
-                start, end = _clamped(starts[i], ends[i], num_keys)
+                start, end = _clamped(starts[i], ends[i], data.num_keys)
                 first_key, last_key = _widened(first_key, last_key, start, end)
     else:
         for i in cutlass.range(tile.block_rows, unroll=min(tile.block_rows, 2)):
-            start, end = window(data, row + i, num_rows, num_keys)
+            start, end = window(data, row + i)
             first_key, last_key = _widened(first_key, last_key, start, end)
     _, count = _tiles_between(tile, first_key, last_key)
-    return cutlass.select_(row < num_rows, _cost_of_tiles(tile, count) + tile.block_cost, 0)
+    return cutlass.select_(row < data.num_rows, _cost_of_tiles(tile, count) + tile.block_cost, 0)
 
 
 @cute.jit
-def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, num_keys):
+def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared):
     """This thread block's share, found by the warps of one warpgroup.
 
     Returns:
@@ -88,7 +88,7 @@ def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, 
     """
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
-    num_blocks = (num_rows + tile.block_rows - 1) // tile.block_rows
+    num_blocks = (data.num_rows + tile.block_rows - 1) // tile.block_rows
     # Each warp adds up consecutive blocks, 32 a step; each lane remembers the sum before the first step of its slot.
     steps = (num_blocks + THREADS - 1) // THREADS
     slot_steps = (steps + 31) // 32
@@ -98,7 +98,7 @@ def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, 
     before = Int32(0)
     for step in cutlass.range(steps, unroll=2):
         before = cutlass.select_(step == lane * slot_steps, sum_, before)
-        cost = _cost_of(tile, warp_block + step * 32 + lane, data, num_rows, num_keys)
+        cost = _cost_of(tile, warp_block + step * 32 + lane, data)
         sum_ += cute.arch.warp_redux_sync(cost, kind="add")
     if lane == 0:
         shared.share[warp] = sum_
@@ -120,7 +120,7 @@ def my_share(tile: cutlass.Constexpr[Tile], warp, lane, data, shared, num_rows, 
         while found == 0:
             block = warp_block + step * 32 + lane
             if steps > 1:
-                cost = _cost_of(tile, block, data, num_rows, num_keys)
+                cost = _cost_of(tile, block, data)
             upto = cost
             for distance in cutlass.range_constexpr(5):
                 lower = cute.arch.shuffle_sync_up(upto, 1 << distance, mask_and_clamp=0)
@@ -146,13 +146,13 @@ def _share_begin(cta, ctas, total):
 
 
 @cute.jit
-def block_tiles(tile: cutlass.Constexpr[Tile], block, lane, data, num_rows, num_keys):
+def block_tiles(tile: cutlass.Constexpr[Tile], block, lane, data):
     """First tile and number of tiles of a block, computed by one warp."""
-    first_key = num_keys
+    first_key = data.num_keys
     last_key = Int32(0)
     for i in cutlass.range_constexpr((tile.block_rows + 31) // 32):
         row = block * tile.block_rows + cutlass.min(lane + 32 * i, tile.block_rows - 1)
-        start, end = window(data, row, num_rows, num_keys)
+        start, end = window(data, row)
         first_key, last_key = _widened(first_key, last_key, start, end)
     first_key = cute.arch.warp_redux_sync(first_key, kind="min")
     last_key = cute.arch.warp_redux_sync(last_key, kind="max")
@@ -160,7 +160,7 @@ def block_tiles(tile: cutlass.Constexpr[Tile], block, lane, data, num_rows, num_
 
 
 @cute.jit
-def task_of(tile: cutlass.Constexpr[Tile], block, before, begin, end, lane, data, num_rows, num_keys):
+def task_of(tile: cutlass.Constexpr[Tile], block, before, begin, end, lane, data):
     """What a share ``[begin, end)`` of the costs holds of a block, computed by one warp.
 
     ``before`` is the cost of all blocks before this one; a block's own cost comes first, then its tiles.
@@ -169,7 +169,7 @@ def task_of(tile: cutlass.Constexpr[Tile], block, before, begin, end, lane, data
         The first tile, the first one past the last (not above the first where the share holds none), and the costs up
         to the next block.
     """
-    first, count = block_tiles(tile, block, lane, data, num_rows, num_keys)
+    first, count = block_tiles(tile, block, lane, data)
     unit = tile.stage_keys // COST_KEYS
     tiles_at = before + tile.block_cost
     low = cutlass.min((cutlass.max(begin - tiles_at, 0) + unit - 1) // unit, count)

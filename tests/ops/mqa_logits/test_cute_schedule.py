@@ -181,14 +181,16 @@ def test_the_device_code_finds_the_model_s_shares(shape, tile, kind, ctas, addre
     cost, ulps = costs(tile, counts), ULPS[ctas % 3]
     befores, bounds = np.append(0, np.cumsum(cost)), begins(cost.sum(), ctas, ulps)
     schedule = lanes.device_code("kvscout.ops.mqa_logits.cute_schedule", reciprocal(ulps))
-    data = SimpleNamespace(ks=lanes.Vector(ks.tolist(), address), ke=lanes.Vector(ke.tolist(), address))
+    data = SimpleNamespace(
+        ks=lanes.Vector(ks.tolist(), address), ke=lanes.Vector(ke.tolist(), address), num_rows=rows, num_keys=keys
+    )
     walked = []
     for cta in range(ctas):
         shared = SimpleNamespace(share=[lanes.Int32(MOST)] * schedule.SHARE_WORDS)
 
         def search_and_walk(warp, lane, cta=cta, shared=shared):
-            share = schedule.my_share(tile, warp, lane, data, shared, rows, keys)
-            return share, walk(schedule, tile, lane, share, cta, data, rows, keys) if warp == 0 else None
+            share = schedule.my_share(tile, warp, lane, data, shared)
+            return share, walk(schedule, tile, lane, share, cta, data) if warp == 0 else None
 
         (share, found), *others = lanes.run(search_and_walk, SEARCHERS, cta, ctas)
         assert {(share, tuple(found))} == {(s, tuple(found if f is None else f)) for s, f in others}
@@ -201,13 +203,13 @@ def test_the_device_code_finds_the_model_s_shares(shape, tile, kind, ctas, addre
         assert (covered(first, counts, walked) == 1).all()
 
 
-def walk(schedule, tile, lane, share, cta, data, rows, keys):
+def walk(schedule, tile, lane, share, cta, data):
     """The tasks of a share, as the producer warps find them."""
     block, before, begin, end = share
     found = []
-    if -(-rows // tile.block_rows) <= MOST_WALKED:
+    if -(-data.num_rows // tile.block_rows) <= MOST_WALKED:
         while before < end:
-            low, high, before = schedule.task_of(tile, block, before, begin, end, lane, data, rows, keys)
+            low, high, before = schedule.task_of(tile, block, before, begin, end, lane, data)
             if low < high:
                 found.append((cta, block, low, high))
             block += 1
@@ -219,8 +221,8 @@ def test_windows_of_any_int32_are_clamped():
     extremes = [-(2**31), -1, 0, 1, 5, 9, 10, MOST]
     keys = lanes.Int32(9)
     for start, end in itertools.product(extremes, extremes):
-        data = SimpleNamespace(ks=lanes.Vector([start]), ke=lanes.Vector([end]))
-        low, high = schedule.window(data, lanes.Int32(3), lanes.Int32(1), keys)
+        data = SimpleNamespace(ks=lanes.Vector([start]), ke=lanes.Vector([end]), num_rows=lanes.Int32(1), num_keys=keys)
+        low, high = schedule.window(data, lanes.Int32(3))
         expected = torch.zeros(9)[max(start, 0) : max(end, 0)].numel() if start < 9 else 0
         assert 0 <= low <= high <= 9
         assert high - low == expected
@@ -231,12 +233,12 @@ def test_rows_of_nearly_as_many_keys_as_an_int32_counts_do_not_overflow(cta):
     keys = lanes.Int32(2**31 - 8192)
     tile = Tile(64, 64, 1, "keys", 128, 4, 4)
     schedule = lanes.device_code("kvscout.ops.mqa_logits.cute_schedule", reciprocal(0))
-    data = SimpleNamespace(ks=lanes.Vector([0]), ke=lanes.Vector([MOST]))
+    data = SimpleNamespace(ks=lanes.Vector([0]), ke=lanes.Vector([MOST]), num_rows=lanes.Int32(1), num_keys=keys)
     shared = SimpleNamespace(share=[lanes.Int32(MOST)] * schedule.SHARE_WORDS)
 
     def search_and_walk(warp, lane):
-        share = schedule.my_share(tile, warp, lane, data, shared, lanes.Int32(1), keys)
-        return walk(schedule, tile, lane, share, cta, data, lanes.Int32(1), keys) if warp == 0 else None
+        share = schedule.my_share(tile, warp, lane, data, shared)
+        return walk(schedule, tile, lane, share, cta, data) if warp == 0 else None
 
     found = lanes.run(search_and_walk, SEARCHERS, cta, DEFAULT_NUM_SMS)[0]
     first, counts = blocks(tile, np.array([0]), np.array([MOST]), keys)
