@@ -1,5 +1,7 @@
 """kvscout: score, select, attend. Attention kernels for long-context LLM inference with sparse attention."""
 
+from . import paging as paging
+from . import selection as selection
 from .errors import UnsupportedProblem
 from .ops.kv_cache.api import write_kv_cache
 from .ops.mqa_logits.api import fp8_mqa_logits

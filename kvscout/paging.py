@@ -10,7 +10,8 @@ hnd          ``[blocks, Hkv, page, D]``          ``[blocks, Hkv, page, D]``
 ===========  ==================================  ==================================
 
 ``x`` is the number of elements in 16 bytes. Outer strides are free, so interleaved key/value pools are fine.
-A *slot* is ``block * page + position in the page``; -1 stands for no token.
+A *slot* is ``block * page + position in the page``; -1 stands for no token. :mod:`kvscout.selection` makes tables of
+what a row selected.
 """
 
 from __future__ import annotations

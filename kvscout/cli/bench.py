@@ -42,6 +42,10 @@ PRESETS = {
     "long-context": "scores of a chunk of rows after a long cached prefix",
     "packed-shapes": "scores of many sequences in one call",
     "unaligned": "scores of sizes that no tile divides",
+    "decode": "paged decode of a few sequences over all of their tokens",
+    "verify-mtp": "paged decode of four tokens a sequence",
+    "sparse": "paged decode of few rows over 2048 selected tokens each",
+    "sparse-prefill": "paged decode of a prompt's rows over 2048 selected tokens each",
 }
 """Groups of cases that have an option, and what is in them."""
 
@@ -197,6 +201,11 @@ def _table(op: str, found: Sequence[Measurement], where: torch.device, with_sust
         console.out(f"speed-ups are over {', '.join(baselines)}")
     if where.type == "cpu" and any(m.judged is not None and m.judged.spread > WIDE_SPREAD for m in found):
         console.out(f"the machine was busy: where the spread is over {WIDE_SPREAD:.0%}, the median is unreliable")
+    excused = [m for m in found if m.status in (PASSED, FAILED) and m.tolerance is not None]
+    for name in dict.fromkeys(m.variant for m in excused):
+        cases = [m for m in excused if m.variant == name]
+        bounds = ", ".join(dict.fromkeys(f"{m.tolerance.max_rel:.1e}" for m in cases if m.tolerance))
+        console.out(f"{name} has a bound of its own on {console.count(len(cases), 'case')}: an error of {bounds}")
     left_out = [m for m in found if m.status == SKIPPED or (m.peer and m.status == REFUSED)]
     for name in dict.fromkeys(m.variant for m in left_out):
         skipped = [m for m in left_out if m.variant == name]

@@ -32,17 +32,25 @@ class Budget:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Verdict on one output; ``message`` is empty where it is right."""
+    """Verdict on one output; ``message`` is empty where it is right.
+
+    ``budget`` is what the errors were judged by, None where no budget could excuse what was found.
+    """
 
     name: str
     message: str
     max_rel: float = 0.0
     cosine: float = 0.0
+    budget: Budget | None = None
 
     @property
     def ok(self) -> bool:
         """Whether the output is right."""
         return not self.message
+
+    def under(self, budget: Budget) -> Comparison:
+        """The verdict on the same errors under another budget; one that no budget decided stays."""
+        return self if self.budget is None else _judged(self.name, self.max_rel, self.cosine, budget)
 
 
 def errors(got: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
@@ -75,13 +83,16 @@ def close(name: str, got: torch.Tensor, reference: torch.Tensor, budget: Budget)
                 f"{kind} positions differ in {int(wrong.sum())} of {wrong.numel()} places, "
                 f"first at {where}: got {float(got[where])}, expected {float(reference[where])}",
             )
-    max_rel, cosine = errors(got, reference)
+    return _judged(name, *errors(got, reference), budget)
+
+
+def _judged(name: str, max_rel: float, cosine: float, budget: Budget) -> Comparison:
     message = ""
     if not max_rel <= budget.max_rel:
         message = f"largest relative difference {max_rel:.2e} exceeds {budget.max_rel:.2e}"
     elif not cosine <= budget.cosine:
         message = f"cosine gap {cosine:.2e} exceeds {budget.cosine:.2e}"
-    return Comparison(name, message, max_rel, cosine)
+    return Comparison(name, message, max_rel, cosine, budget)
 
 
 def equal(name: str, got: torch.Tensor, expected: torch.Tensor) -> Comparison:

@@ -14,6 +14,7 @@ from ..roofline import Cost
 from ..variants import AUTO
 from . import timing
 from .case import Case, Prepared, family
+from .compare import Budget
 from .peers import Peer, verify_peer
 from .sustained import Sustained, sustained
 from .sweep import FAILED, INPUTS, PASSED, REFUSED, ContextLost, attempt, free, standing
@@ -52,6 +53,7 @@ class Measurement:
         baseline: whether others' speed-ups are relative to this one.
         chosen: the variant that "auto" stands for.
         peer: whether this is another library's kernel.
+        tolerance: the peer's own budget, where it was not judged by our variants'.
     """
 
     op: str
@@ -69,6 +71,7 @@ class Measurement:
     baseline: bool = False
     chosen: str = ""
     peer: bool = False
+    tolerance: Budget | None = None
 
     @property
     def judged(self) -> Timing | None:
@@ -207,6 +210,7 @@ def _measure_peer(
 ) -> Measurement:
     floor_us = _floor_us(sets[0], device)
     nothing = Measurement(case.op, case.name, peer.name, FAILED, cost=sets[0].cost, floor_us=floor_us, peer=True)
+    nothing = replace(nothing, tolerance=peer.tolerance(sets[0].problem))
     if (refusal := peer.refuses(sets[0].problem)) is not None:
         return replace(nothing, status=REFUSED, message=refusal)
     launches, error = attempt(device, lambda: [peer.prepare(prepared) for prepared in sets])

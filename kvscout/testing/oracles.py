@@ -15,8 +15,15 @@ class Plan(NamedTuple):
     reduce: list[tuple[int, int]]
 
 
-def pa_capacity(num_sequences: int, num_kv_heads: int, max_partitions: int, workgroup_budget: int) -> int:
-    """Slots of a plan: every head of every sequence gets one, then the budget is filled, but no partition too many."""
+def pa_capacity(
+    num_sequences: int, num_kv_heads: int, max_partitions: int, workgroup_budget: int, batch_invariant: bool = False
+) -> int:
+    """Slots of a plan: every head of every sequence gets one, then the budget is filled, but no partition too many.
+
+    Of a batch-invariant plan: for each sequence as many as it would have alone.
+    """
+    if batch_invariant:
+        return num_sequences * pa_capacity(1, num_kv_heads, max_partitions, workgroup_budget)
     per_head = 0
     while per_head * num_kv_heads < workgroup_budget:
         per_head += 1
@@ -32,8 +39,18 @@ def pa_tiles(length: int, sliding_window: int, query_length: int) -> range:
     return range(first_token // TILE, last_token // TILE + 1)
 
 
-def pa_plan(lengths: Sequence[int], capacity: int, max_partitions: int, sliding_window: int, query_length: int) -> Plan:
-    """The plan of ``lengths``: shares of the slots in proportion to tiles, rounded by a running total."""
+def pa_plan(
+    lengths: Sequence[int],
+    capacity: int,
+    max_partitions: int,
+    sliding_window: int,
+    query_length: int,
+    tiles_per_partition: int = 0,
+) -> Plan:
+    """The plan of ``lengths``: shares of the slots in proportion to tiles, rounded by a running total.
+
+    With ``tiles_per_partition`` a batch-invariant one: every sequence gets the same slots, and fills those it needs.
+    """
     tiles = [pa_tiles(length, sliding_window, query_length) for length in lengths]
     total = max(sum(map(len, tiles)), 1)
     remaining = capacity - sum(len(t) > 0 for t in tiles)
@@ -44,6 +61,8 @@ def pa_plan(lengths: Sequence[int], capacity: int, max_partitions: int, sliding_
         before, cumulative = cumulative, cumulative + len(mine)
         share = cumulative * remaining // total - before * remaining // total
         count = min((len(mine) > 0) + share, len(mine), max_partitions)
+        if tiles_per_partition:
+            count = min(len(mine[::tiles_per_partition]), capacity // len(lengths))
         reduce.append((len(work), count))
         for task in range(count):
             begin, end = (mine.start + part * len(mine) // count for part in (task, task + 1))

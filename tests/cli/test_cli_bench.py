@@ -10,6 +10,7 @@ from kvscout.ops.mqa_logits.variants.torch_reference import reference
 from kvscout.roofline import Cost
 from kvscout.testing import peers, sustained
 from kvscout.testing.case import BENCH, SUITE, cases, groups
+from kvscout.testing.compare import Budget
 from kvscout.testing.measure import Measurement
 from kvscout.testing.peers import Peer
 from kvscout.testing.peers.mqa_logits import deliver
@@ -159,10 +160,14 @@ def call(prepared):
 
 @pytest.fixture
 def rivals(monkeypatch):
-    """Peers of the scores: a right one, one that forgets half of each logit, one that is not here, one that refuses."""
+    """Peers of the scores: a right one, a wrong and a coarse one, one that is not here, one that refuses."""
     given = {
         "right": {},
         "wrong": {"prepare": lambda prepared: lambda: call(prepared)() / 2},
+        "coarse": {
+            "prepare": lambda prepared: lambda: call(prepared)() * 1.01,
+            "tolerance": lambda problem: Budget(0.02, 1e-3),
+        },
         "absent": {"unavailable": lambda arch: f"needs another GPU than {arch}"},
         "picky": {"refuses": lambda problem: f"has no kernel for {problem.num_heads} heads"},
     }
@@ -211,6 +216,17 @@ def test_a_wrong_peer_gets_no_figure(rivals, run):
     assert row(out, "torch_chunked")[-1] == "-"
 
 
+def test_a_peer_that_is_judged_by_a_bound_of_its_own_says_so(rivals, run, tmp_path):
+    file = tmp_path / "out.json"
+    code, out, _ = run(*ONE, "--against", "coarse,right", "--json", str(file))
+    assert code == 0
+    assert out.count("has a bound of its own") == 1
+    assert "coarse has a bound of its own on 1 case: an error of 2.0e-02" in out
+    theirs = {m["variant"]: m for m in json.loads(file.read_text())["measurements"]}
+    assert (theirs["coarse"]["tolerance"], theirs["right"]["tolerance"]) == ({"max_rel": 0.02, "cosine": 1e-3}, None)
+    assert 0.001 < theirs["coarse"]["max_rel"] < 0.02
+
+
 def test_a_peer_that_is_not_here_says_why_and_the_rest_goes_on(rivals, run, tmp_path):
     file = tmp_path / "out.json"
     code, out, err = run(*ONE, "--against", "absent,right", "--json", str(file))
@@ -235,13 +251,14 @@ def test_the_libraries_themselves_are_not_for_the_cpu(run):
     assert "aiter is not timed on mqa_logits: a Triton kernel needs a GPU; these tensors are on cpu" in err
 
 
-WORK = [bench.Work(case, ()) for op in ("mqa_logits", "topk") for case in cases(op, [BENCH])]
+OPS = ("mqa_logits", "topk", "pa_decode")
+WORK = [bench.Work(case, ()) for op in OPS for case in cases(op, [BENCH])]
 
 
 def test_presets_add_up():
-    names = groups("mqa_logits")
+    names = groups("mqa_logits") | groups("pa_decode")
     assert set(bench.PRESETS) == set(names)
-    for presets in (["model-shapes"], ["unaligned", "few-rows"], list(bench.PRESETS)):
+    for presets in (["model-shapes"], ["unaligned", "few-rows"], ["squares", "sparse"], list(bench.PRESETS)):
         chosen = {item.case.name for item in bench._of_presets(WORK, presets, [BENCH])}
         assert chosen == frozenset().union(*(names[preset] for preset in presets))
     assert bench._of_presets(WORK, None, [SUITE]) == WORK

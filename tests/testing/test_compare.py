@@ -64,6 +64,23 @@ def test_many_elements_within_the_budget_fail_by_their_cosine():
     assert found.message.startswith("cosine gap")
 
 
+def test_the_same_errors_under_another_budget():
+    found = close("x", values(1, 2.1), values(1, 2).double(), SOME)
+    assert not found.ok
+    wide = Budget(0.1, 1e-2)
+    assert found.under(wide) == close("x", values(1, 2.1), values(1, 2).double(), wide)
+    assert found.under(wide).ok
+    assert found.under(wide).under(SOME) == found
+
+
+@pytest.mark.parametrize(
+    "found", [close("x", values(math.nan), values(1).double(), SOME), equal("x", values(1), values(2))]
+)
+def test_what_no_budget_decided_no_other_excuses(found):
+    assert not found.ok
+    assert found.under(Budget(9, 9)) == found
+
+
 def test_what_should_be_zero_must_be_zero():
     assert close("x", values(0, 0), values(0, 0).double(), Budget(0, 0)).ok
     assert not close("x", values(0, 1e-30), values(0, 0).double(), SOME).ok

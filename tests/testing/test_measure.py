@@ -1,11 +1,14 @@
 """Timing of variants: right ones get figures, wrong ones a reason."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvscout.device import GPUS
 from kvscout.roofline import Cost
 from kvscout.testing import measure, sustained, timing
+from kvscout.testing.compare import Budget
 from kvscout.testing.measure import Measurement, Wanted, measure_case
 from kvscout.testing.peers import Peer
 from kvscout.testing.sweep import FAILED, PASSED, REFUSED, SKIPPED
@@ -118,6 +121,24 @@ def test_a_wrong_peer_gets_no_figure_and_the_next_one_is_timed(doubling):
     assert (wrong_one.status, wrong_one.judged, wrong_one.peer) == (FAILED, None, True)
     assert "largest relative difference" in wrong_one.message
     assert right_one.status == PASSED
+
+
+def test_a_peer_may_have_a_budget_of_its_own(doubling):
+    doubling(torch_right=doubling.variant())
+    coarse = peer("coarse", lambda x: 2.01 * x)
+    own = Budget(max_rel=0.02, cosine=1e-3)
+    excusable = replace(coarse, name="excusable", tolerance=lambda problem: own)
+    ours, strict, excused = measured(doubling, peers=[coarse, excusable])
+    assert (ours.tolerance, strict.tolerance, excused.tolerance) == (None, None, own)
+    assert (strict.status, excused.status) == (FAILED, PASSED)
+    assert 0.001 < excused.max_rel < 0.02
+
+
+def test_a_budget_of_its_own_excuses_no_nan(doubling):
+    doubling(torch_right=doubling.variant())
+    hollow = replace(peer("hollow", lambda x: x / 0 * 0), tolerance=lambda problem: Budget(9, 9))
+    _, found = measured(doubling, peers=[hollow])
+    assert "NaN positions differ" in found.message
 
 
 def test_a_peer_that_writes_nothing_does_not_pass_on_what_a_variant_left(doubling):

@@ -205,7 +205,7 @@ def pa_decode(
 
     Never synchronises with the host; capturable in a CUDA graph, whose replays follow a plan, lengths and tables that
     are refreshed in place. Works under ``torch.compile(fullgraph=True)``. Partial results go through scratch that the
-    plan owns: two decodes that run at once on different streams need two plans.
+    plan owns: two decodes that run at once on different streams need two plans, or a plan and its ``fork()``.
 
     Source: the contract is that of AITER's planned paged-attention decode.
 

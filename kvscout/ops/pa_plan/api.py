@@ -26,7 +26,7 @@ MAX_RECOMMENDED_SPLITS = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """What variants decide on. A ``sliding_window`` of 0 is none."""
+    """What variants decide on. A ``sliding_window`` of 0 is none, ``tiles_per_partition`` 0 not batch-invariant."""
 
     arch: str
     num_sequences: int
@@ -34,6 +34,14 @@ class Problem:
     max_partitions: int
     sliding_window: int
     query_length: int
+    tiles_per_partition: int
+
+    @property
+    def most_tasks(self) -> int:
+        """Most tasks of one sequence: batch-invariant plans divide the slots equally, whatever the lengths."""
+        if self.tiles_per_partition == 0:
+            return self.max_partitions
+        return min(self.max_partitions, self.capacity // self.num_sequences)
 
     @property
     def reach(self) -> int:
@@ -59,6 +67,8 @@ def plan_pa_decode(
     workgroup_budget: int | None = None,
     sliding_window: int = 0,
     query_length: int = 1,
+    batch_invariant: bool = False,
+    tiles_per_partition: int | None = None,
     plan: PADecodePlan | None = None,
     variant: str = AUTO,
 ) -> PADecodePlan:
@@ -75,6 +85,16 @@ def plan_pa_decode(
         start_i   = exclusive prefix sum of count_i
         task p of i, in slot start_i + p:  tiles [first_i + p*tiles_i // count_i, first_i + (p+1)*tiles_i // count_i)
 
+    The order and the number of a sequence's partial sums decide its last bits. Above they depend on the lengths of the
+    whole batch; with ``batch_invariant`` they depend on nothing but the sequence's own length and the arguments::
+
+        slots     = min(max_partitions, ceil(workgroup_budget / num_kv_heads));  capacity = B * slots
+        count_i   = min(ceil(tiles_i / tiles_per_partition), slots)
+
+    so a sequence too long for its slots gets longer tasks. With one tile per partition each sequence is split as if it
+    were alone. The price is that a large batch is split as far as a small one, which more tiles per partition limit,
+    and that scratch and grid grow with B * slots, which a smaller ``max_partitions`` limits.
+
     Args:
         context_lengths: int32 ``[B]``, contiguous: tokens of each sequence, its query tokens included. Zero and
             negative lengths are empty sequences. B may be 0.
@@ -83,13 +103,19 @@ def plan_pa_decode(
         workgroup_budget: workgroups to fill, over all KV heads; None takes twice the number of SMs (or the plan's).
         sliding_window: W, the tokens that a query sees, its own position included; 0 and -1 are no window.
         query_length: QL, query tokens per sequence.
-        plan: an earlier plan of the same batch size, heads, window and query length: its tensors are rewritten in
-            place, nothing is allocated, and CUDA graphs that read them follow.
+        batch_invariant: split each sequence without regard to the others. The bits of its outputs then do not depend on
+            its batch, as long as both batches are planned with the same other arguments (so not with what
+            ``get_recommended_splits`` says of each), on the same kind of device, and decoded by the same variant, which
+            is not ``torch_reference``: that one follows no plan.
+        tiles_per_partition: tiles of a task in a batch-invariant plan; None takes 1 (or the plan's).
+        plan: an earlier plan of the same batch size, heads, window, query length and batch invariance: its tensors are
+            rewritten in place, nothing is allocated, and CUDA graphs that read them follow. So do the plan's forks.
         variant: a variant's name (see ``kvscout info``), or "auto": ``KVSCOUT_PA_PLAN_VARIANT`` or the best fit.
 
     Returns:
         ``plan``, or a new :class:`PADecodePlan` on the device of ``context_lengths``. It owns the scratch of the
-        decodes that follow it: two decodes that run at once on different streams need two plans.
+        decodes that follow it: two decodes that run at once on different streams need two plans, or a plan and its
+        :meth:`~PADecodePlan.fork`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, stride or device, or is not what ``plan``
@@ -99,7 +125,8 @@ def plan_pa_decode(
     One kernel; never synchronises with the host; capturable in a CUDA graph, whose replays follow lengths that change
     on the device. Works under ``torch.compile(fullgraph=True)``.
 
-    Source: the split policy and tensors are those of AITER's planned paged-attention decode.
+    Source: the split policy and tensors are those of AITER's planned paged-attention decode; it has no batch-invariant
+    plans.
 
     Example:
         >>> lengths = torch.tensor([1000, 0, 300], dtype=torch.int32)
@@ -108,6 +135,9 @@ def plan_pa_decode(
         [[0, 3], [3, 0], [3, 2]]
         >>> plan.work_info.tolist()
         [[0, 0, 1, 1000], [0, 1, 2, 1000], [0, 2, 4, 1000], [2, 0, 1, 300], [2, 1, 2, 300], [0, 0, 0, 0]]
+        >>> options = {"batch_invariant": True, "tiles_per_partition": 2}
+        >>> plan_pa_decode(lengths, 1, **options).reduce_info[:, 1].tolist()
+        [2, 0, 1]
     """
     checks.tensor("context_lengths", context_lengths, ("B",), torch.int32)
     checks.integer("num_kv_heads", num_kv_heads, 1, INT32_MAX)
@@ -117,55 +147,68 @@ def plan_pa_decode(
         checks.integer("max_partitions", max_partitions, 1, INT32_MAX)
     if workgroup_budget is not None:
         checks.integer("workgroup_budget", workgroup_budget, 1, INT32_MAX)
-    window = max(sliding_window, 0)
+    checks.boolean("batch_invariant", batch_invariant)
+    if tiles_per_partition is not None:
+        checks.integer("tiles_per_partition", tiles_per_partition, 1, INT32_MAX)
+        if not batch_invariant:
+            raise ValueError(f"tiles_per_partition: expected None without batch_invariant, got {tiles_per_partition}")
+    settings = _Settings(
+        num_kv_heads, max_partitions, workgroup_budget, max(sliding_window, 0), query_length, batch_invariant,
+        tiles_per_partition,
+    )  # fmt: skip
     if plan is None:
-        plan = _new_plan(context_lengths, num_kv_heads, max_partitions, workgroup_budget, window, query_length)
+        plan = _new_plan(context_lengths, settings)
     else:
-        _check_refresh(plan, context_lengths, num_kv_heads, max_partitions, workgroup_budget, window, query_length)
+        _check_refresh(plan, context_lengths, settings)
     call = torch_ops.traced("pa_plan") if torch.compiler.is_compiling() else run
-    call(context_lengths, plan.work_info, plan.reduce_info, plan.max_partitions, window, query_length, variant)
+    call(
+        context_lengths, plan.work_info, plan.reduce_info,
+        plan.max_partitions, plan.sliding_window, plan.query_length, plan.tiles_per_partition, variant,
+    )  # fmt: skip
     return plan
 
 
-def _capacity(num_sequences: int, num_kv_heads: int, max_partitions: int, workgroup_budget: int) -> int:
-    return min(num_sequences * max_partitions, max(num_sequences, -(-workgroup_budget // num_kv_heads)))
+class _Settings(NamedTuple):
+    """What a plan is made or refreshed with, checked; None stands for a default, or the plan's."""
+
+    num_kv_heads: int
+    max_partitions: int | None
+    workgroup_budget: int | None
+    sliding_window: int
+    query_length: int
+    batch_invariant: bool
+    tiles_per_partition: int | None
+
+    def capacity(self, num_sequences: int, max_partitions: int, workgroup_budget: int) -> int:
+        per_head = -(-workgroup_budget // self.num_kv_heads)
+        if self.batch_invariant:
+            return num_sequences * min(max_partitions, per_head)
+        return min(num_sequences * max_partitions, max(num_sequences, per_head))
 
 
-def _new_plan(
-    context_lengths: torch.Tensor,
-    num_kv_heads: int,
-    max_partitions: int | None,
-    workgroup_budget: int | None,
-    window: int,
-    query_length: int,
-) -> PADecodePlan:
-    device, num_sequences = context_lengths.device, context_lengths.shape[0]
+def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePlan:
+    device, num_sequences, num_kv_heads = context_lengths.device, context_lengths.shape[0], settings.num_kv_heads
+    max_partitions, workgroup_budget = settings.max_partitions, settings.workgroup_budget
     if max_partitions is None:
         max_partitions = sms_of(device)
     if workgroup_budget is None:
         workgroup_budget = 2 * sms_of(device)
-    capacity = _capacity(num_sequences, num_kv_heads, max_partitions, workgroup_budget)
+    capacity = settings.capacity(num_sequences, max_partitions, workgroup_budget)
     return PADecodePlan(
         work_info=torch.empty(capacity, 4, dtype=torch.int32, device=device),
         reduce_info=torch.empty(num_sequences, 2, dtype=torch.int32, device=device),
         arrival_counters=torch.zeros(num_sequences, num_kv_heads, COUNTER_STRIDE, dtype=torch.int32, device=device),
         num_kv_heads=num_kv_heads,
         max_partitions=max_partitions,
-        sliding_window=window,
-        query_length=query_length,
+        sliding_window=settings.sliding_window,
+        query_length=settings.query_length,
         tile=TILE,
+        batch_invariant=settings.batch_invariant,
+        tiles_per_partition=(settings.tiles_per_partition or 1) if settings.batch_invariant else 0,
     )
 
 
-def _check_refresh(
-    plan: PADecodePlan,
-    context_lengths: torch.Tensor,
-    num_kv_heads: int,
-    max_partitions: int | None,
-    workgroup_budget: int | None,
-    window: int,
-    query_length: int,
-) -> None:
+def _check_refresh(plan: PADecodePlan, context_lengths: torch.Tensor, settings: _Settings) -> None:
     """Check that a plan was made with the arguments it is refreshed with."""
     if not isinstance(plan, PADecodePlan):
         raise TypeError(f"plan: expected a PADecodePlan, got {type(plan).__name__}")
@@ -175,19 +218,22 @@ def _check_refresh(
         raise ValueError(f"plan: expected on {expected}, like context_lengths, got {found}")
     given = {
         "context_lengths: number of sequences": (num_sequences, plan.num_sequences),
-        "num_kv_heads": (num_kv_heads, plan.num_kv_heads),
-        "max_partitions": (max_partitions, plan.max_partitions),
-        "sliding_window": (window, plan.sliding_window),
-        "query_length": (query_length, plan.query_length),
+        "num_kv_heads": (settings.num_kv_heads, plan.num_kv_heads),
+        "max_partitions": (settings.max_partitions, plan.max_partitions),
+        "sliding_window": (settings.sliding_window, plan.sliding_window),
+        "query_length": (settings.query_length, plan.query_length),
+        "batch_invariant": (settings.batch_invariant, plan.batch_invariant),
+        "tiles_per_partition": (settings.tiles_per_partition, plan.tiles_per_partition),
     }
     for name, (value, made_with) in given.items():
         if value is not None and value != made_with:
             raise ValueError(f"{name}: expected {made_with}, with which the plan was made, got {value}")
-    if workgroup_budget is not None:
-        capacity = _capacity(num_sequences, num_kv_heads, plan.max_partitions, workgroup_budget)
+    budget = settings.workgroup_budget
+    if budget is not None:
+        capacity = settings.capacity(num_sequences, plan.max_partitions, budget)
         if capacity != plan.capacity:
             raise ValueError(
-                f"workgroup_budget: expected one that gives the plan's {plan.capacity} slots, got {workgroup_budget}, "
+                f"workgroup_budget: expected one that gives the plan's {plan.capacity} slots, got {budget}, "
                 f"which gives {capacity}"
             )
 
@@ -199,17 +245,18 @@ def run(
     max_partitions: int,
     sliding_window: int,
     query_length: int,
+    tiles_per_partition: int,
     variant: str,
 ) -> None:
     """Check, choose, launch: fill ``work_info`` and ``reduce_info``."""
     args = Args(context_lengths, work_info, reduce_info)
-    problem = check(args, max_partitions, sliding_window, query_length)
+    problem = check(args, max_partitions, sliding_window, query_length, tiles_per_partition)
     choice = FAMILY.choose(problem, variant)
     if problem.num_sequences:
         choice.launch(problem, args)
 
 
-def check(args: Args, max_partitions: int, sliding_window: int, query_length: int) -> Problem:
+def check(args: Args, max_partitions: int, sliding_window: int, query_length: int, tiles_per_partition: int) -> Problem:
     """Check every tensor of a call and describe it."""
     lengths, work_info, reduce_info = args
     checks.tensor("context_lengths", lengths, ("B",), torch.int32)
@@ -232,6 +279,7 @@ def check(args: Args, max_partitions: int, sliding_window: int, query_length: in
         max_partitions=max_partitions,
         sliding_window=sliding_window,
         query_length=query_length,
+        tiles_per_partition=tiles_per_partition,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class PADecodePlan:
     lasts and refresh it in place (``plan_pa_decode(..., plan=plan)``) when lengths change.
 
     A plan owns its scratch and its arrival counters, so two decodes that run at once on different streams need two
-    plans.
+    plans, or a plan and its :meth:`fork`.
 
     Attributes:
         work_info: int32 ``[capacity, 4]``: (sequence, first tile, end tile, context length); an unused slot is zeros.
@@ -35,6 +35,8 @@ class PADecodePlan:
         sliding_window: tokens that a query sees, its own position included; 0 sees all.
         query_length: query tokens per sequence.
         tile: tokens per tile.
+        batch_invariant: whether a sequence is split without regard to the rest of its batch.
+        tiles_per_partition: tiles of a task in a batch-invariant plan, while slots suffice; 0 in any other plan.
     """
 
     work_info: Tensor
@@ -45,6 +47,8 @@ class PADecodePlan:
     sliding_window: int
     query_length: int
     tile: int = TILE
+    batch_invariant: bool = False
+    tiles_per_partition: int = 0
     _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -56,6 +60,29 @@ class PADecodePlan:
     def num_sequences(self) -> int:
         """Sequences in the batch."""
         return self.reduce_info.shape[0]
+
+    def fork(self) -> PADecodePlan:
+        """A plan of the same work with scratch and arrival counters of its own, for a decode on another stream.
+
+        Shared are ``work_info`` and ``reduce_info``, the tensors themselves, and every number: so a refresh in place,
+        of this plan or of a fork (``plan_pa_decode(..., plan=...)``), plans for this plan and for all of its forks. It
+        must not begin before the decodes that read the work so far have ended, nor must decodes begin before it has
+        ended; ordering the streams is the caller's, and so it is with the clearing of the counters here.
+
+        A fork is as safe to capture in a CUDA graph as a plan: its tensors stay where they are, and replays follow
+        refreshes. Fork before a capture, not within it.
+
+        Returns:
+            A new plan, which may outlive this one.
+
+        Example:
+            >>> from kvscout import plan_pa_decode
+            >>> plan = plan_pa_decode(torch.tensor([1000, 300], dtype=torch.int32), 1)
+            >>> fork = plan.fork()
+            >>> fork.work_info is plan.work_info, fork.scratch(8, 64)[0] is plan.scratch(8, 64)[0]
+            (True, False)
+        """
+        return replace(self, arrival_counters=torch.zeros_like(self.arrival_counters))
 
     def scratch(self, rows_per_head: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Memory for the partial results of every task: made on first use, the same afterwards. Not initialised.

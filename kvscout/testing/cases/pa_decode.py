@@ -324,7 +324,7 @@ WINDOWS = (1, 255, 256, 257, 509, 1024, 4095, 4096, 6000, 8192, 8193, 2**31 - 1,
 LAYOUTS = ("chunked", "plain_v", "nhd", "hnd")
 PAGES = (16, 32, 64, 128)
 SCALES = ("none", "factor", "scalar", "head", "token", "token+head")
-GROUPS = (1, 4, 7, 8, *range(9, 18), 32, 64)
+GQA_GROUPS = (1, 4, 7, 8, *range(9, 18), 32, 64)
 SPLITS = ((1, 5), (2, 33), (3, 64), (4, 512), (8, 264), (16, 264), (64, 512), (256, 512))
 
 
@@ -348,7 +348,7 @@ def _verify() -> Iterator[PaDecodeCase]:
     for query_length in range(1, 9):
         yield PaDecodeCase(EDGES, query_length=query_length, group=16, kv_heads=1, page=128, sinks="ends")
         yield PaDecodeCase(EDGES, query_length=query_length, group=6, cache="bf16", layout="hnd", causal=False)
-    for i, group in enumerate(GROUPS):
+    for i, group in enumerate(GQA_GROUPS):
         for cache in ("e4m3", "bf16"):
             yield PaDecodeCase(EDGES, group=group, kv_heads=(1, 2, 4, 8, 16)[i % 5], cache=cache, page=PAGES[i % 4])
     for dim in api.HEAD_DIMS:
@@ -393,26 +393,33 @@ def _full() -> Iterator[PaDecodeCase]:
 
 DENSE = (("bs1-8k", 1, 8192), ("bs4-8k", 4, 8192), ("bs8-8k", 8, 8192), ("bs32-8k", 32, 8192), ("bs4-32k", 4, 32768),
          ("bs3-220k", 3, 220_000))  # fmt: skip
-MULTI_TOKEN = (("3x4-8k", 3, 8192), ("3x4-32k", 3, 32768), ("8x4-32k", 8, 32768), ("3x4-220k", 3, 220_000))
-SPARSE = (("4", 4), ("64", 64), ("prefill-1024", 1024), ("prefill-4096", 4096), ("prefill-8192", 8192))
+VERIFY_MTP = (("3x4-8k", 3, 8192), ("3x4-32k", 3, 32768), ("8x4-32k", 8, 32768), ("3x4-220k", 3, 220_000))
+SPARSE = (("4", 4, 2048), ("64", 64, 2048))
+SPARSE_PREFILL = (("prefill-1024", 1024, 2048), ("prefill-4096", 4096, 2048), ("prefill-8192", 8192, 2048))
+
+
+def _group(kind: str, shapes: Sequence[tuple[str, int, int]], *odd: str, **more: Any) -> list[PaDecodeCase]:
+    """Cases of one KV head, 16 query heads and D 128, with FP8 and with bfloat16 caches."""
+    common = {"group": 16, "kv_heads": 1, "odd": (*odd, "no_lse"), "level": BENCH, **more}
+    return [
+        PaDecodeCase((length,) * batch, cache=cache, label=f"{kind}-{label}-{short}", **common)
+        for cache, short in (("e4m3", "fp8"), ("bf16", "bf16"))
+        for label, batch, length in shapes
+    ]
+
+
+GROUPS = {
+    "decode": _group("dense", DENSE, page=128),
+    "verify-mtp": _group("verify", VERIFY_MTP, page=128, query_length=4),
+    "sparse": _group("sparse", SPARSE, "sparse", num_blocks=4096),
+    "sparse-prefill": _group("sparse", SPARSE_PREFILL, "sparse", num_blocks=4096),
+}
+"""What ``bench`` times, by the name of the option that selects it."""
 
 
 def _bench() -> Iterator[PaDecodeCase]:
-    """One KV head, 16 query heads, D 128: dense decode, verification of 4 tokens, and rows of 2048 selected tokens."""
-    for cache in ("fp8", "bf16"):
-
-        def case(kind: str, label: str, lengths: tuple[int, ...], cache: str = cache, **more: Any) -> PaDecodeCase:
-            return PaDecodeCase(
-                lengths, group=16, kv_heads=1, cache="e4m3" if cache == "fp8" else cache,
-                label=f"{kind}-{label}-{cache}", level=BENCH, **more,
-            )  # fmt: skip
-
-        for label, batch, length in DENSE:
-            yield case("dense", label, (length,) * batch, page=128, odd=("no_lse",))
-        for label, batch, length in MULTI_TOKEN:
-            yield case("verify", label, (length,) * batch, page=128, query_length=4, odd=("no_lse",))
-        for label, rows in SPARSE:
-            yield case("sparse", label, (2048,) * rows, odd=("sparse", "no_lse"), num_blocks=4096)
+    for group in GROUPS.values():
+        yield from group
 
 
 def _unique(found: Iterator[PaDecodeCase]) -> dict[str, PaDecodeCase]:

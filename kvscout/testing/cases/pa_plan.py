@@ -30,6 +30,7 @@ class PaPlanCase:
         lengths: "edges" (:data:`EDGES` over and over), "equal" (8192 each), "random" (up to 20,000), "empty" (none has
             a token), "sparse" (every seventh has some), "skewed" (one of 200,000 among short ones), "extreme"
             (INT32_MAX among edges), "huge" (INT32_MAX each).
+        tiles_per_partition: of a batch-invariant plan; 0 is any other plan.
     """
 
     sequences: int
@@ -39,6 +40,7 @@ class PaPlanCase:
     budget: int = 264
     window: int = 0
     query_length: int = 1
+    tiles_per_partition: int = 0
     level: str = VERIFY
     op: str = "pa_plan"
 
@@ -47,6 +49,7 @@ class PaPlanCase:
         """Batch and split, then whatever is not the default."""
         split = f"kv{self.kv_heads}-p{self.max_partitions}-b{self.budget}"
         flags = [f"w{self.window}"] * (self.window != 0) + [f"ql{self.query_length}"] * (self.query_length != 1)
+        flags += [f"invariant{self.tiles_per_partition}"] * (self.tiles_per_partition != 0)
         return "-".join((f"{self.sequences}x{self.lengths}", split, *flags))
 
     def __str__(self) -> str:
@@ -76,12 +79,14 @@ class PaPlanCase:
     def prepare(self, device: torch.device, seed: int = 0) -> Prepared:
         """Make the lengths, and poison a plan's tensors."""
         lengths = self.values(seed)
-        capacity = oracles.pa_capacity(self.sequences, self.kv_heads, self.max_partitions, self.budget)
+        split = (self.kv_heads, self.max_partitions, self.budget)
+        capacity = oracles.pa_capacity(self.sequences, *split, self.tiles_per_partition > 0)
         window = max(self.window, 0)
         work = Guarded((capacity, 4), torch.int32, device)
         reduce = Guarded((self.sequences, 2), torch.int32, device)
         args = api.Args(torch.tensor(lengths, dtype=torch.int32, device=device), work.view, reduce.view)
-        expected = oracles.pa_plan(lengths, capacity, self.max_partitions, window, self.query_length)
+        numbers = (self.max_partitions, window, self.query_length, self.tiles_per_partition)
+        expected = oracles.pa_plan(lengths, capacity, *numbers)
 
         def check(variant: str) -> list[Comparison]:
             return [
@@ -90,7 +95,7 @@ class PaPlanCase:
             ]
 
         return Prepared(
-            problem=api.check(args, self.max_partitions, window, self.query_length),
+            problem=api.check(args, *numbers),
             args=args,
             outputs={"work_info": work.view, "reduce_info": reduce.view},
             check=check,
@@ -119,6 +124,12 @@ def _suite() -> Iterator[PaPlanCase]:
     # More than 2^31 tiles in one block of sequences.
     yield PaPlanCase(300, "huge", 1, 132, 600, level=SUITE)
     yield PaPlanCase(1100, "random", 1, 2, 1500, level=SUITE)
+    for i, tiles in enumerate((1, 2, 7, INT32_MAX)):
+        max_partitions, budget = SPLITS[(i + 1) % len(SPLITS)]
+        shape = ((1, 2, 8)[i % 3], max_partitions, budget, (0, 300)[i % 2])
+        yield PaPlanCase(28, "extreme", *shape, query_length=1 + i, tiles_per_partition=tiles, level=SUITE)
+    for lengths in ("empty", "random", "huge"):
+        yield PaPlanCase(70, lengths, 1, 8, tiles_per_partition=4, level=SUITE)
 
 
 def _verify() -> Iterator[PaPlanCase]:
@@ -127,6 +138,7 @@ def _verify() -> Iterator[PaPlanCase]:
         for lengths in ("edges", "random", "sparse", "skewed", "extreme"):
             yield PaPlanCase(sequences, lengths)
             yield PaPlanCase(sequences, lengths, 8, 256, 512, 4095, query_length=4)
+            yield PaPlanCase(sequences, lengths, 1, 16, tiles_per_partition=3)
     yield PaPlanCase(16384, "huge", 1, 64, 1 << 20)
     yield PaPlanCase(1, "huge", 1, 1 << 20, 1 << 20)
     yield PaPlanCase(4, "huge", 1, 1 << 20, 1 << 20, 2**30)
@@ -148,6 +160,8 @@ def _bench() -> Iterator[PaPlanCase]:
         yield PaPlanCase(sequences, "equal", level=BENCH)
     for sequences in (32, 256):
         yield PaPlanCase(sequences, "skewed", level=BENCH)
+    for sequences in (1, 32):
+        yield PaPlanCase(sequences, "equal", tiles_per_partition=1, level=BENCH)
     yield PaPlanCase(4096, "random", level=BENCH)
 
 

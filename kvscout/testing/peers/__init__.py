@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..case import Case, Prepared
+from ..compare import Budget
 from ..verify import Result
 
 Launch = Callable[[], Any]
@@ -31,6 +32,8 @@ class Peer:
         prepare: does what the library's users do once, outside the hot path, and returns the launch that is timed. The
             launch is repeatable, capturable in a CUDA graph, and returns what the library returns.
         deliver: copies what a launch returned into the case's outputs, for the case's own check.
+        tolerance: how far a problem's outputs may be from float64 where the library computes with less precision than
+            is asked of our variants; None where it is judged by their budget.
         distributions: what the library may be called where it is installed.
         name: the file's stem, filled in by :func:`load`.
     """
@@ -39,6 +42,7 @@ class Peer:
     refuses: Callable[[Any], str | None]
     prepare: Callable[[Prepared], Launch]
     deliver: Callable[[Prepared, Any], None]
+    tolerance: Callable[[Any], Budget | None] = lambda problem: None
     distributions: Sequence[str] = ()
     name: str = ""
 
@@ -75,6 +79,8 @@ def import_failure(module: str) -> str | None:
 def verify_peer(case: Case, peer: Peer, prepared: Prepared, launch: Launch) -> Result:
     """Launch a peer, copy what it returned into the case's poisoned outputs, and check those as a variant's.
 
+    The budget alone may be the peer's own, where its ``tolerance`` gives it one.
+
     On a GPU the result of a graph's replay is checked, since replays are timed, and only once poison has taken the
     place of what earlier launches left there.
     """
@@ -89,7 +95,11 @@ def verify_peer(case: Case, peer: Peer, prepared: Prepared, launch: Launch) -> R
         graph.replay()
     prepared.poison()
     peer.deliver(prepared, returned)
-    return Result(case.op, case.name, peer.name, "", tuple(prepared.check(peer.name)))
+    found = prepared.check(peer.name)
+    budget = peer.tolerance(prepared.problem)
+    if budget is not None:
+        found = [comparison.under(budget) for comparison in found]
+    return Result(case.op, case.name, peer.name, "", tuple(found))
 
 
 def _poison(returned: Any) -> None:

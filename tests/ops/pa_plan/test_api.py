@@ -1,5 +1,7 @@
 """What the public functions accept, keep and refuse."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -60,6 +62,7 @@ def test_refresh_with_the_arguments_of_the_plan():
         ({"workgroup_budget": 30}, "workgroup_budget: expected .* the plan's 20 slots, got 30, which gives 15"),
         ({"sliding_window": 0}, "sliding_window: expected 300, .* got 0"),
         ({"query_length": 1}, "query_length: expected 3, .* got 1"),
+        ({"batch_invariant": True}, "batch_invariant: expected False, .* got True"),
         ({"context_lengths": LENGTHS.to("meta")}, "plan: expected on meta, like context_lengths, got cpu"),
     ],
 )
@@ -70,6 +73,27 @@ def test_a_plan_is_not_used_with_other_arguments(change, message):
     with pytest.raises(ValueError, match=message):
         plan_pa_decode(**(same | change), plan=plan)
     assert torch.equal(plan.work_info, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_invariant": False}, "batch_invariant: expected True, .* got False"),
+        ({"tiles_per_partition": 2}, "tiles_per_partition: expected 3, .* got 2"),
+        ({"workgroup_budget": 12}, "workgroup_budget: expected .* the plan's 21 slots, got 12, which gives 18"),
+    ],
+)
+def test_a_batch_invariant_plan_is_not_used_with_other_arguments(change, message):
+    made = {"max_partitions": 7, "workgroup_budget": 40, "batch_invariant": True, "tiles_per_partition": 3}
+    plan = plan_pa_decode(LENGTHS, 2, **made)
+    assert (plan.batch_invariant, plan.tiles_per_partition) == (True, 3)
+    for arguments in (made, {"batch_invariant": True}):
+        assert plan_pa_decode(OTHERS, 2, **arguments, plan=plan) is plan
+    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1, 3)
+    assert [tuple(row) for row in plan.work_info.tolist()] == expected.work
+    with pytest.raises(ValueError, match=message):
+        plan_pa_decode(LENGTHS, 2, **({"batch_invariant": True} | change), plan=plan)
+    assert [tuple(row) for row in plan.work_info.tolist()] == expected.work
 
 
 @pytest.mark.parametrize(
@@ -86,6 +110,9 @@ def test_a_plan_is_not_used_with_other_arguments(change, message):
         ({"sliding_window": -2}, ValueError, "sliding_window: expected from -1 to 9223372036854775807, got -2"),
         ({"sliding_window": None}, TypeError, "sliding_window: expected an int, got NoneType"),
         ({"query_length": 0}, ValueError, "query_length: expected from 1 to 2147483647, got 0"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got int"),
+        ({"tiles_per_partition": 2}, ValueError, "tiles_per_partition: expected None without batch_invariant, got 2"),
+        ({"batch_invariant": True, "tiles_per_partition": 0}, ValueError, "tiles_per_partition: expected from 1 to .*"),
         ({"plan": LENGTHS}, TypeError, "plan: expected a PADecodePlan, got Tensor"),
         ({"variant": "torch_none"}, ValueError, "variant: pa_plan has no variant 'torch_none'"),
     ],
@@ -109,7 +136,7 @@ def test_bad_tensors_of_a_plan(change, error, message):
     plan = plan_pa_decode(LENGTHS, 2)
     args = Args(LENGTHS, plan.work_info, plan.reduce_info)._replace(**change)
     with pytest.raises(error, match=message):
-        check(args, plan.max_partitions, 0, 1)
+        check(args, plan.max_partitions, 0, 1, 0)
 
 
 def test_products_past_64_bits_are_refused():
@@ -117,7 +144,7 @@ def test_products_past_64_bits_are_refused():
     shapes = ((sequences,), (slots, 4), (sequences, 2))
     args = Args(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
     with pytest.raises(ValueError, match=r"context_lengths: .* 2\*\*40 .* got 2097152 sequences x 1048576 slots"):
-        check(args, 1, 0, 1)
+        check(args, 1, 0, 1, 0)
 
 
 def test_a_named_variant_never_falls_back(monkeypatch):
@@ -137,10 +164,42 @@ def test_scratch_is_made_once_for_each_shape():
     assert plan_pa_decode(LENGTHS, 2).scratch(16, 128)[0] is not out
 
 
+def test_a_fork_shares_the_work_and_owns_its_memory():
+    plan = plan_pa_decode(LENGTHS, 2, sliding_window=300, query_length=3, batch_invariant=True, tiles_per_partition=2)
+    scratch = plan.scratch(4, 64)
+    plan.arrival_counters.fill_(3)
+    fork = plan.fork()
+    for field in fields(PADecodePlan):
+        if field.name not in ("arrival_counters", "_scratch"):
+            assert getattr(fork, field.name) is getattr(plan, field.name), field.name
+    assert fork.arrival_counters.shape == plan.arrival_counters.shape
+    assert fork.arrival_counters.dtype == torch.int32
+    assert not fork.arrival_counters.any()
+    assert bool((plan.arrival_counters == 3).all())
+    owned = [memory.data_ptr() for p in (plan, fork, fork.fork()) for memory in (p.arrival_counters, *p.scratch(4, 64))]
+    assert len(set(owned)) == 9
+    assert plan.scratch(4, 64) is scratch
+
+
+@pytest.mark.parametrize("refreshed", ["plan", "fork"])
+def test_a_refresh_is_one_of_the_plan_and_its_forks(variant, device, refreshed):
+    plan = plan_pa_decode(LENGTHS.to(device), 2, max_partitions=7, workgroup_budget=40)
+    fork = plan.fork()
+    target = plan if refreshed == "plan" else fork
+    counters = [p.arrival_counters.fill_(5) for p in (plan, fork)]
+    assert plan_pa_decode(OTHERS.to(device), 2, plan=target, variant=variant) is target
+    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1)
+    for p in (plan, fork):
+        assert [tuple(row) for row in p.work_info.tolist()] == expected.work
+        assert [tuple(row) for row in p.reduce_info.tolist()] == expected.reduce
+    assert all(bool((c == 5).all()) for c in counters)
+
+
 def test_plans_compare_by_identity():
     plan = plan_pa_decode(LENGTHS, 2)
     assert plan == plan
     assert plan != plan_pa_decode(LENGTHS, 2)
+    assert plan != plan.fork()
     assert len({plan, plan_pa_decode(LENGTHS, 2)}) == 2
 
 

@@ -39,6 +39,66 @@ def test_every_split_and_query_length_as_the_oracle(variant, window, device):
             assert rows(plan.work_info) == expected.work, (query_length, split)
 
 
+def tasks_of(plan):
+    """Every sequence's (first tile, end tile, length), task by task."""
+    work = rows(plan.work_info)
+    return [[task[1:] for task in work[start : start + count]] for start, count in rows(plan.reduce_info)]
+
+
+@pytest.mark.parametrize("tiles_per_partition", [1, 3, 2**31 - 1])
+@pytest.mark.parametrize("window", [0, 300])
+def test_batch_invariant_plans_as_the_oracle(variant, window, tiles_per_partition, device):
+    lengths = int32(EXTREMES).to(device)
+    for query_length, (max_partitions, budget) in enumerate(SPLITS, start=1):
+        kv_heads = (1, 2, 8)[query_length % 3]
+        split = {"max_partitions": max_partitions, "workgroup_budget": budget}
+        plan = plan_pa_decode(
+            lengths, kv_heads, **split, sliding_window=window, query_length=query_length, variant=variant,
+            batch_invariant=True, tiles_per_partition=tiles_per_partition,
+        )  # fmt: skip
+        capacity = oracles.pa_capacity(len(EXTREMES), kv_heads, max_partitions, budget, True)
+        expected = oracles.pa_plan(EXTREMES, capacity, max_partitions, window, query_length, tiles_per_partition)
+        assert rows(plan.reduce_info) == expected.reduce, split
+        assert rows(plan.work_info) == expected.work, split
+
+
+split_of = st.fixed_dictionaries({"max_partitions": st.integers(1, 256), "workgroup_budget": st.integers(1, 512)})
+
+
+@given(lengths_of, lengths_of, st.sampled_from((1, 2, 8)), split_of, st.integers(1, 9), windows, st.integers(1, 8))
+def test_the_rest_of_the_batch_does_not_split_a_sequence(left, right, kv_heads, split, tiles, window, query_length):
+    options = {"sliding_window": window, "query_length": query_length} | split
+    invariant = {"batch_invariant": True, "tiles_per_partition": tiles} | options
+    for length in (300, 5000, INT32_MAX):
+        alone = plan_pa_decode(int32([length]), kv_heads, **invariant)
+        among = plan_pa_decode(int32([*left, length, *right]), kv_heads, **invariant)
+        assert tasks_of(among)[len(left)] == tasks_of(alone)[0]
+        if tiles == 1:
+            assert tasks_of(plan_pa_decode(int32([length]), kv_heads, **options)) == tasks_of(alone)
+
+
+@given(lengths_of, st.sampled_from((1, 2, 8)), split_of, st.integers(1, 9), windows, st.integers(1, 8))
+def test_only_a_sequence_that_fills_its_slots_has_longer_tasks(
+    lengths, kv_heads, split, tiles_per_partition, window, query_length
+):
+    plan = plan_pa_decode(
+        int32(lengths), kv_heads, **split, sliding_window=window, query_length=query_length, batch_invariant=True,
+        tiles_per_partition=tiles_per_partition,
+    )  # fmt: skip
+    slots = min(split["max_partitions"], -(-split["workgroup_budget"] // kv_heads))
+    assert plan.capacity == len(lengths) * slots
+    for length, tasks in zip(lengths, tasks_of(plan), strict=True):
+        bounds = [tasks[0][0], *(end for _, end, _ in tasks)] if tasks else []
+        tiles = oracles.pa_tiles(length, window, query_length)
+        assert ([*bounds[:1], *bounds[-1:]]) == ([tiles.start, tiles.stop] if tiles else [])
+        assert [begin for begin, _, _ in tasks] == bounds[:-1]
+        sizes = [end - begin for begin, end, _ in tasks]
+        assert len(sizes) == slots or max(sizes, default=0) <= tiles_per_partition
+        assert not sizes or (min(sizes) > 0 and max(sizes) - min(sizes) <= 1)
+    used = sum(count for _, count in rows(plan.reduce_info))
+    assert set(rows(plan.work_info)[used:]) <= {(0, 0, 0, 0)}
+
+
 @given(lengths_of, st.sampled_from((1, 2, 8)), st.integers(1, 256), st.integers(5, 512), windows, st.integers(1, 8))
 def test_partitions_cover_each_sequence_once(lengths, kv_heads, max_partitions, budget, window, query_length):
     split = {"max_partitions": max_partitions, "workgroup_budget": budget}

@@ -38,6 +38,16 @@ def test_compiled_plan_is_the_eager_one(compiled):
         assert_same(compiled(lengths, 2, **options), plan_pa_decode(lengths, 2, **options))
 
 
+def test_compiled_batch_invariant_plan_is_the_eager_one(compiled):
+    for lengths in BATCHES[:2]:
+        for tiles_per_partition in (None, 2):
+            options = {"batch_invariant": True, "tiles_per_partition": tiles_per_partition, "max_partitions": 9}
+            plan = compiled(lengths, 2, **options)
+            assert_same(plan, plan_pa_decode(lengths, 2, **options))
+            plan.work_info.fill_(-1)
+            assert_same(compiled(lengths, 2, **options, plan=plan), plan_pa_decode(lengths, 2, **options))
+
+
 def test_compiled_plans_do_not_share_scratch(compiled):
     first, second = (compiled(BATCHES[0], 2) for _ in range(2))
     assert first.scratch(4, 64)[0].data_ptr() != second.scratch(4, 64)[0].data_ptr()
@@ -67,8 +77,10 @@ def test_a_plan_within_a_compiled_function(compiled):
 
 def test_the_op_is_what_its_schema_says():
     plan = plan_pa_decode(BATCHES[0], 2)
-    arguments = (BATCHES[1][:3].clone(), plan.work_info, plan.reduce_info, plan.max_partitions, 2**40, 3, "auto")
-    torch.library.opcheck(torch.ops.kvscout.pa_plan.default, arguments)
+    for tiles in (0, 2):
+        numbers = (plan.max_partitions, 2**40, 3, tiles)
+        arguments = (BATCHES[1][:3].clone(), plan.work_info, plan.reduce_info, *numbers, "auto")
+        torch.library.opcheck(torch.ops.kvscout.pa_plan.default, arguments)
 
 
 @pytest.mark.gpu

@@ -25,12 +25,15 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     first = (lengths - problem.reach).clamp(min=0) // TILE
     tiles = (lengths + TILE - 1) // TILE - first
 
-    seen = (tiles > 0).long()
-    remaining = problem.capacity - seen.sum()
-    cumulative = tiles.cumsum(0)
-    total = cumulative[-1].clamp(min=1)
-    share = cumulative * remaining // total - (cumulative - tiles) * remaining // total
-    count = torch.minimum(seen + share, tiles).clamp(max=problem.max_partitions)
+    if problem.tiles_per_partition:
+        share = (tiles + problem.tiles_per_partition - 1) // problem.tiles_per_partition
+    else:
+        seen = (tiles > 0).long()
+        remaining = problem.capacity - seen.sum()
+        cumulative = tiles.cumsum(0)
+        total = cumulative[-1].clamp(min=1)
+        share = seen + cumulative * remaining // total - (cumulative - tiles) * remaining // total
+    count = torch.minimum(share, tiles).clamp(max=problem.most_tasks)
     end = count.cumsum(0)
     start = end - count
     args.reduce_info.copy_(torch.stack((start, count), dim=1))

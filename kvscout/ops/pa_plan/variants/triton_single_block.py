@@ -57,25 +57,28 @@ def _tiles(lengths_ptr, i, num_sequences, reach, TILE: tl.constexpr):
     return length, first, length // TILE + (length % TILE > 0).to(tl.int32) - first
 
 
-@triton.jit(do_not_specialize=["num_sequences", "capacity", "max_partitions", "reach"])
+@triton.jit(do_not_specialize=["num_sequences", "capacity", "most_tasks", "reach", "tiles_per_partition"])
 def _plan(
     lengths_ptr,  # [num_sequences]
     work_ptr,  # [capacity, 4]
     reduce_ptr,  # [num_sequences, 2]
     num_sequences,
     capacity,
-    max_partitions,
+    most_tasks,
     reach,
+    tiles_per_partition,
+    BATCH_INVARIANT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     TASKS: tl.constexpr,
 ):
     total = tl.full((), 0, tl.int64)
     nonempty = tl.full((), 0, tl.int64)
-    for base in range(0, num_sequences, BLOCK):
-        _, _, tiles = _tiles(lengths_ptr, base + tl.arange(0, BLOCK), num_sequences, reach, TILE)
-        total += tl.sum(tiles.to(tl.int64))
-        nonempty += tl.sum((tiles > 0).to(tl.int64))
+    if not BATCH_INVARIANT:
+        for base in range(0, num_sequences, BLOCK):
+            _, _, tiles = _tiles(lengths_ptr, base + tl.arange(0, BLOCK), num_sequences, reach, TILE)
+            total += tl.sum(tiles.to(tl.int64))
+            nonempty += tl.sum((tiles > 0).to(tl.int64))
     total = tl.maximum(total, 1)
     remaining = capacity - nonempty
 
@@ -85,11 +88,15 @@ def _plan(
         i = base + tl.arange(0, BLOCK)
         length, first, tiles = _tiles(lengths_ptr, i, num_sequences, reach, TILE)
         tiles = tiles.to(tl.int64)
-        cumulative = tiles_before + tl.cumsum(tiles)
-        share = cumulative * remaining // total - (cumulative - tiles) * remaining // total
-        count = tl.minimum(tl.minimum((tiles > 0).to(tl.int64) + share, tiles), max_partitions)
+        if BATCH_INVARIANT:
+            share = (tiles + (tiles_per_partition - 1)) // tiles_per_partition
+        else:
+            cumulative = tiles_before + tl.cumsum(tiles)
+            share = cumulative * remaining // total - (cumulative - tiles) * remaining // total
+            share += (tiles > 0).to(tl.int64)
+            tiles_before += tl.sum(tiles)
+        count = tl.minimum(tl.minimum(share, tiles), most_tasks)
         start = slots_before + tl.cumsum(count) - count
-        tiles_before += tl.sum(tiles)
         slots_before += tl.sum(count)
 
         record = reduce_ptr + i.to(tl.int64) * 2
@@ -119,8 +126,10 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         *args,
         problem.num_sequences,
         problem.capacity,
-        problem.max_partitions,
+        problem.most_tasks,
         problem.reach,
+        problem.tiles_per_partition,
+        BATCH_INVARIANT=problem.tiles_per_partition > 0,
         TILE=TILE,
         BLOCK=config.block_sequences,
         TASKS=config.block_tasks,
