@@ -34,13 +34,11 @@ def fill(tile: cutlass.Constexpr[Tile], warp, lane, data, shared):
         if count == 0:
             covered = data.num_keys
             covered_end = data.num_keys
-        for i in cutlass.range_constexpr((tile.block_rows + 31) // 32):
-            in_block = lane + 32 * i
-            row = block * tile.block_rows + in_block
-            if in_block < tile.block_rows and row < data.num_rows:
-                out = data.out.iterator + cutlass.Int64(row) * data.out.stride[0]
-                _fill_run(out, begin, cutlass.min(end, covered), shared)
-                _fill_run(out, cutlass.max(begin, covered_end), end, shared)
+        row = block * tile.block_rows + lane
+        if lane < tile.block_rows and row < data.num_rows:
+            out = data.out.iterator + cutlass.Int64(row) * data.out.stride[0]
+            _fill_run(out, begin, cutlass.min(end, covered), shared)
+            _fill_run(out, cutlass.max(begin, covered_end), end, shared)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(1, read=True)
     cute.arch.cp_async_bulk_wait_group(0, read=True)

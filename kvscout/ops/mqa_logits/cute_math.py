@@ -131,7 +131,10 @@ def _multiply(tile: cutlass.Constexpr[Tile], mmas, dots, keys, queries, k_stage,
 
 @cute.jit
 def _wait(tile: cutlass.Constexpr[Tile], half: cutlass.Constexpr[int], k_stage, lane, shared):
-    """Wait for the product; after a warpgroup's last one of a stage give the stage back."""
+    """Wait for the product; after a warpgroup's last one of a stage give the stage back.
+
+    All lanes have read their scales by then: the wait is one for the whole warp.
+    """
     warpgroup.wait_group(0)
     if cutlass.const_expr(half == tile.halves - 1):
         if lane == 0:

@@ -148,12 +148,9 @@ def _share_begin(cta, ctas, total):
 @cute.jit
 def block_tiles(tile: cutlass.Constexpr[Tile], block, lane, data):
     """First tile and number of tiles of a block, computed by one warp."""
-    first_key = data.num_keys
-    last_key = Int32(0)
-    for i in cutlass.range_constexpr((tile.block_rows + 31) // 32):
-        row = block * tile.block_rows + cutlass.min(lane + 32 * i, tile.block_rows - 1)
-        start, end = window(data, row)
-        first_key, last_key = _widened(first_key, last_key, start, end)
+    row = block * tile.block_rows + cutlass.min(lane, tile.block_rows - 1)
+    start, end = window(data, row)
+    first_key, last_key = _widened(data.num_keys, Int32(0), start, end)
     first_key = cute.arch.warp_redux_sync(first_key, kind="min")
     last_key = cute.arch.warp_redux_sync(last_key, kind="max")
     return _tiles_between(tile, first_key, last_key)

@@ -19,6 +19,8 @@ COST_KEYS = 16
 """Keys of a row block that cost 1 in the schedule."""
 MAX_COLUMNS = 256
 """Columns of one matrix instruction, at most."""
+MAX_BLOCK_ROWS = 32
+"""Query rows of a thread block, at most: a lane each."""
 WARPGROUPS = 2
 """Warpgroups that multiply; a third one loads and fills."""
 THREADS = 384
@@ -51,6 +53,10 @@ class Tile:
     stage_keys: int
     kv_stages: int
     block_cost: int
+
+    def __post_init__(self) -> None:
+        if self.halves < 1 or self.block_rows > MAX_BLOCK_ROWS or self.columns > MAX_COLUMNS:
+            raise ValueError(f"no kernel for {self}")
 
     @property
     def name(self) -> str:

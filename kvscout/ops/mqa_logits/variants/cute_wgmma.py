@@ -2,7 +2,8 @@
 
 Wins: everywhere on Hopper, D <= 128.
 Limit: relu and multiply-add of every dot product, which share the register file with the matrix unit, and the power
-cap: under load the clock is 1.7 instead of 2 GHz. Small shapes: half of the time is the start.
+cap: the clock is 1.75 instead of 2 GHz from the first call on, and less under lasting load. Small shapes: half of the
+time is the start.
 Measured: 2026-11-30, H200, D128, clean off, causal, cold L2, us (DeepGEMM in the same run): 16384^2 H64 1791 (2241),
 H32 929 (1228); 8192^2 461 (568), 242 (326); 4096^2 130 (151), 71 (89); 2048^2 39.0 (45.3), 23.7 (28.8); 1024^2 16.5
 (17.3), 12.2 (13.6); 1024 x 128k 1764 (2262), 911 (1241); H64 64 x 8192 14.2 (34.5), 16 x 128k 35.4 (454), 1 x 128k 10.8
@@ -35,7 +36,7 @@ MAX_COST = (1 << 31) - 1
 MAX_ROWS = 16
 
 # Logits up to which stages of 64 keys, whose shares are more equal, took less time than stages of 128: by 9% at 1024^2,
-# 4% at 2048^2. At 4096^2 they took 6% more, at 1024 x 128k 10%.
+# 4% at 2048^2. At 4096^2 they took 7% more, at 1024 x 128k 11%.
 SMALL_LOGITS = 8 << 20
 
 # Logits up to which half as many rows took less time at 32 heads or fewer, by 3% at 1024^2; 8% more at 2048^2.
