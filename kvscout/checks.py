@@ -27,9 +27,11 @@ def once_per_layout(
     """Make ``check(args, *settings)`` run once per layout, and remember what it returned: most calls repeat a layout.
 
     A layout is all that ``check`` may look at: of each tensor of the named tuple ``args`` its type, dtype, shape,
-    strides and device, or that it is None; the settings and their types; and, of the fields named ``aligned``, the
-    address modulo :data:`ROW_ALIGNMENT`. A failure is not remembered: the next such call raises it again.
+    strides and device, or that it is None; of float32 ones, which may be the imaginary part of a conjugate tensor,
+    whether the negative bit is set; the settings and their types; and, of the fields named ``aligned``, the address
+    modulo :data:`ROW_ALIGNMENT`. A failure is not remembered: the next such call raises it again.
     """
+    float32 = torch.float32
 
     def decorate(check: Callable[[Args, *Settings], Problem]) -> Callable[[Args, *Settings], Problem]:
         remembered: dict[object, Problem] = {}
@@ -38,11 +40,17 @@ def once_per_layout(
         def checked(args: Args, *settings: *Settings) -> Problem:
             layout: tuple[object, ...] | None
             try:
-                layout = (
-                    *[None if x is None else (type(x), x.dtype, x.shape, x.stride(), x.device) for x in args],
-                    *[(type(x), x) for x in settings],
-                    *[getattr(args, name).data_ptr() % ROW_ALIGNMENT for name in aligned],
-                )
+                # Every call comes through here: a list that grows takes less time than comprehensions.
+                parts: list[object] = [*settings, *map(type, settings)]
+                for x in args:
+                    if x is None:
+                        parts.append(None)
+                    else:
+                        dtype = x.dtype
+                        parts += type(x), dtype, x.shape, x.stride(), x.device, dtype is float32 and x.is_neg()
+                for name in aligned:
+                    parts.append(getattr(args, name).data_ptr() % ROW_ALIGNMENT)
+                layout = tuple(parts)
                 problem = remembered.get(layout)
             except Exception:
                 # Not a tensor, or one without strides or memory, or symbolic sizes: it is for the check to say so.
@@ -85,10 +93,21 @@ def tensor(
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if value.dtype not in accepted:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, accepted))}, got {value.dtype}")
-    if not _is_shape(value.shape, shape):
-        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(value.shape)}")
+    given = _shape_of(value)
+    if given is None:
+        raise TypeError(f"{name}: expected a dense tensor, got a nested one")
+    if not _is_shape(given, shape):
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(given)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected on {device}, like the other tensors, got {value.device}")
+
+
+def _shape_of(value: torch.Tensor) -> torch.Size | None:
+    """A tensor's shape, None of a nested one, which has no single one."""
+    try:
+        return value.shape
+    except RuntimeError:
+        return None
 
 
 def _is_shape(given: torch.Size, shape: Sequence[int | str]) -> bool:
@@ -98,6 +117,15 @@ def _is_shape(given: torch.Size, shape: Sequence[int | str]) -> bool:
         if isinstance(wanted, int) and size != wanted:
             return False
     return True
+
+
+def as_stored(name: str, value: torch.Tensor) -> None:
+    """Check that a tensor's values are what lies in memory at its strides, which is all that a kernel sees."""
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {layout}")
+    if value.is_neg():
+        raise ValueError(f"{name}: expected values as they are stored, got a lazily negated view; call .resolve_neg()")
 
 
 def last_dim_contiguous(name: str, value: torch.Tensor) -> None:

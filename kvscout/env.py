@@ -8,6 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+ON, OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
+
+
+class WrongVariable(ValueError):
+    """An environment variable has a value that means nothing; the message names it and says what was expected."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -56,21 +62,61 @@ def triton_interpret() -> bool:
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels. It need not exist."""
-    own = os.environ.get("KVSCOUT_CACHE_DIR")
-    if own:
-        return Path(own).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "kvscout"
+    """The folder of compiled kernels. It need not exist.
+
+    Raises:
+        WrongVariable: the home folder that it is to lie in is not known.
+    """
+    name = cache_variable()
+    named = os.environ.get(name, "") if name != "HOME" else "~/.cache"
+    try:
+        folder = Path(named).expanduser().absolute()
+    except RuntimeError as error:
+        said = "is not set and the system knows no home folder" if name == "HOME" else f"{named!r} has no home folder"
+        raise WrongVariable(f"{name}: {said}; set KVSCOUT_CACHE_DIR to a folder") from error
+    return folder if name == "KVSCOUT_CACHE_DIR" else folder / "kvscout"
+
+
+def cache_variable() -> str:
+    """The variable that says where :func:`cache_dir` lies."""
+    return next((name for name in ("KVSCOUT_CACHE_DIR", "XDG_CACHE_HOME") if os.environ.get(name)), "HOME")
 
 
 def aot_only() -> bool:
-    """Whether kernels must have been compiled ahead of time."""
-    return _is_on("KVSCOUT_AOT_ONLY")
+    """Whether kernels must have been compiled ahead of time.
+
+    Raises:
+        WrongVariable: the variable says neither yes nor no.
+    """
+    value = os.environ.get("KVSCOUT_AOT_ONLY", "0")
+    if value.lower() not in (*ON, *OFF):
+        raise WrongVariable(f"KVSCOUT_AOT_ONLY: expected 0, 1, true, false, on, off, yes or no, got {value!r}")
+    return value.lower() in ON
 
 
 def c_compiler() -> list[str]:
-    """The words of ``CC``: a command and its first arguments; none where it is unset."""
-    return shlex.split(os.environ.get("CC", ""))
+    """The words of ``CC``: a command and its first arguments; none where it is unset.
+
+    Raises:
+        WrongVariable: it is not words as a shell has them.
+    """
+    value = os.environ.get("CC", "")
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise WrongVariable(f"CC: expected a command as in a shell, got {value!r}: {error}") from error
+
+
+def wrong() -> dict[str, str]:
+    """Every variable that is set to a value that means nothing, with the sentence that says so."""
+    found = {}
+    for read in (cache_dir, aot_only, c_compiler):
+        try:
+            read()
+        except WrongVariable as error:
+            name, _, sentence = str(error).partition(": ")
+            found[name] = sentence
+    return {name: sentence for name, sentence in found.items() if name in os.environ}
 
 
 def _is_on(name: str) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import pkgutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ import torch
 
 from . import env
 from .errors import UnsupportedProblem
+from .kernels.cute.program import KernelUnavailable
 
 if TYPE_CHECKING:
     from .kernels.cute.program import Program
@@ -44,6 +46,12 @@ def accepts_everything(problem: Any) -> str | None:
     return None
 
 
+class Required(str):
+    """A refusal that "auto" must not pass over: it raises, and does not take a variant of a lower rank."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Variant:
     """One implementation of an op.
@@ -55,6 +63,9 @@ class Variant:
             0 means never by itself. By convention torch stays below 50, Triton in 50..99, CuTe in 100..199.
         refuses: a sentence for the user why the problem is not served, or None where it is.
         space: the configs that ``verify --full`` checks and that a tuner would try.
+        lacks: a sentence why no problem at all is served here, for ``kvscout info``; ``refuses`` must say it too.
+        load: ``load(problem, config)`` loads or compiles what ``launch`` will need. "auto" calls it before it settles,
+            and takes another variant where it raises KernelUnavailable, which ``refuses`` must say from then on.
         programs: every CuTe DSL kernel that ``launch`` may ask for, so that ``kvscout aot`` can compile them all.
         records_grad: whether autograd would record what ``launch`` does, and must be off meanwhile. False, which saves
             microseconds a call, is for a ``launch`` whose only torch operations are views and new tensors.
@@ -66,6 +77,8 @@ class Variant:
     rank: Callable[[Any], int]
     refuses: Callable[[Any], str | None] = accepts_everything
     space: Callable[[Any], Iterable[Any]] | None = None
+    lacks: Callable[[], str | None] | None = None
+    load: Callable[[Any, Any], object] | None = None
     programs: Callable[[], Iterable[Program]] | None = None
     records_grad: bool = True
     name: str = ""
@@ -157,6 +170,14 @@ class Family:
 
     def unavailable(self, name: str, arch: str) -> str | None:
         """Why ``name`` cannot run on ``arch`` whatever the problem, or None where it can."""
+        refusal = self._not_importable(name, arch)
+        if refusal is None:
+            variant = self.load(name)
+            assert isinstance(variant, Variant)
+            refusal = None if variant.lacks is None else variant.lacks()
+        return refusal
+
+    def _not_importable(self, name: str, arch: str) -> str | None:
         refusal = _backend_refusal(name.partition("_")[0], arch)
         if refusal is None:
             loaded = self.load(name)
@@ -165,7 +186,7 @@ class Family:
 
     def refusal(self, name: str, problem: Problem) -> str | None:
         """Why ``name`` does not serve ``problem``, or None where it does."""
-        refusal = self.unavailable(name, problem.arch)
+        refusal = self._not_importable(name, problem.arch)
         if refusal is None:
             variant = self.load(name)
             assert isinstance(variant, Variant)
@@ -187,7 +208,8 @@ class Family:
         either runs or raises: it never falls back to another variant.
 
         Raises:
-            UnsupportedProblem: the named variant, or every variant, refuses the problem.
+            UnsupportedProblem: the named variant, or every variant, refuses the problem, or with KVSCOUT_AOT_ONLY the
+                kernel of the variant that "auto" would take is not there.
             ValueError: there is no variant of that name.
         """
         if not isinstance(variant, str):
@@ -213,18 +235,37 @@ class Family:
     def _choose(self) -> Callable[[Problem, str], Choice]:
         @functools.lru_cache(maxsize=8192)
         def choose(problem: Problem, requested: str) -> Choice:
-            if requested != AUTO:
-                self.load(requested)
-            names = self._automatic(problem.arch) if requested == AUTO else (requested,)
-            refusals = {name: self.refusal(name, problem) for name in names}
-            willing = [v for name in names if refusals[name] is None and isinstance(v := self.load(name), Variant)]
-            if requested == AUTO:
-                willing = [v for v in willing if v.rank(problem) > 0]
-            if not willing:
-                asked = self.names if requested == AUTO else (requested,)
-                reasons = {name: self.refusal(name, problem) or "runs only when asked for by name" for name in asked}
-                raise UnsupportedProblem(self.op, problem, requested, reasons)
-            best = max(willing, key=lambda v: v.rank(problem))
-            return Choice(best, best.default_config(problem))
+            while True:
+                choice = self._best(problem, requested)
+                variant, config = choice
+                if requested != AUTO or variant.load is None:
+                    return choice
+                try:
+                    variant.load(problem, config)
+                    return choice
+                except KernelUnavailable as error:
+                    refusal = self.refusal(variant.name, problem)
+                    if refusal is None:
+                        raise
+                    if not isinstance(refusal, Required):
+                        warnings.warn(f"{self.op}: 'auto' does without {variant.name}: {error}", stacklevel=3)
 
         return choose
+
+    def _best(self, problem: Problem, requested: str) -> Choice:
+        if requested != AUTO:
+            self.load(requested)
+        names = self._automatic(problem.arch) if requested == AUTO else (requested,)
+        refusals = {name: self.refusal(name, problem) for name in names}
+        able = [name for name in names if refusals[name] is None or isinstance(refusals[name], Required)]
+        variants = [v for name in able if isinstance(v := self.load(name), Variant)]
+        if requested == AUTO:
+            variants = [v for v in variants if v.rank(problem) > 0]
+        if not variants:
+            asked = self.names if requested == AUTO else (requested,)
+            reasons = {name: self.refusal(name, problem) or "runs only when asked for by name" for name in asked}
+            raise UnsupportedProblem(self.op, problem, requested, reasons)
+        best = max(variants, key=lambda v: v.rank(problem))
+        if refusal := refusals[best.name]:
+            raise UnsupportedProblem(self.op, problem, requested, {best.name: refusal})
+        return Choice(best, best.default_config(problem))

@@ -49,6 +49,26 @@ WRONG = [
         "got strides (8, 1) of 4-byte elements at an address that is 4 past one",
     ),
     (lambda: checks.rows_aligned("k", X.T), ValueError, "k: expected a contiguous last dimension, got strides (1, 3)"),
+    (
+        lambda: checks.tensor("w", torch.nested.nested_tensor([X, X]), ("S", "H", "D"), torch.float32),
+        TypeError,
+        "w: expected a dense tensor, got a nested one",
+    ),
+    (
+        lambda: checks.as_stored("w", torch.nested.nested_tensor([X, X])),
+        TypeError,
+        "w: expected a dense tensor, got a nested one",
+    ),
+    (
+        lambda: checks.as_stored("w", X.to_sparse_csr()),
+        TypeError,
+        "w: expected a dense tensor, got one of layout torch.sparse_csr",
+    ),
+    (
+        lambda: checks.as_stored("w", torch.complex(X, X).conj().imag),
+        ValueError,
+        "w: expected values as they are stored, got a lazily negated view; call .resolve_neg()",
+    ),
     (lambda: checks.one_of("heads", 7, (8, 16)), ValueError, "heads: expected one of 8, 16, got 7"),
     (lambda: checks.integer("k", 1.0, 0), TypeError, "k: expected an int, got float"),
     (lambda: checks.integer("k", True, 0), TypeError, "k: expected an int, got bool"),
@@ -73,6 +93,8 @@ RIGHT = [
     lambda: checks.rows_aligned("k", torch.zeros(4, 8)[::2, 4:]),
     # A dimension of one element has no stride that matters.
     lambda: checks.rows_aligned("k", torch.zeros(4, 3)[:1]),
+    lambda: checks.as_stored("w", X.T),
+    lambda: checks.as_stored("w", torch.complex(X, X).conj().imag.resolve_neg()),
     lambda: checks.one_of("heads", 8, (8, 16)),
     lambda: checks.integer("k", 1, 1, 8),
     lambda: checks.integer("k", 8, 1, 8),
@@ -159,6 +181,13 @@ class TestOncePerLayout:
             check(args, setting)
             check(args, setting)
             assert len(seen) == 2
+
+    def test_a_lazily_negated_view_is_another_layout(self, check, seen):
+        floats = torch.ones(8)
+        check(Pair(PAIR.a, floats), True)
+        check(Pair(PAIR.a, torch._neg_view(floats)), True)
+        check(Pair(PAIR.a, floats), True)
+        assert [args.b.is_neg() for args, _ in seen] == [False, True]
 
     def test_memory_is_bounded(self, check, monkeypatch):
         monkeypatch.setattr(checks, "MAX_LAYOUTS", 2)

@@ -50,7 +50,13 @@ def test_a_relative_cache_dir_is_below_the_current_one(monkeypatch, tmp_path):
     assert env.cache_dir() == tmp_path / "cache"
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("", False), ("1", True), ("ON", True)])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((value, False) for value in (None, "0", "", "False", "off", "no")),
+        *((value, True) for value in ("1", "ON", "true", "yes")),
+    ],
+)
 def test_aot_only(monkeypatch, value, expected):
     if value is not None:
         monkeypatch.setenv("KVSCOUT_AOT_ONLY", value)
@@ -63,6 +69,36 @@ def test_c_compiler(monkeypatch, value, expected):
     if value is not None:
         monkeypatch.setenv("CC", value)
     assert env.c_compiler() == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "read", "message"),
+    [
+        ("KVSCOUT_AOT_ONLY", "2", env.aot_only, "expected 0, 1, true, false, on, off, yes or no, got '2'"),
+        ("CC", 'cc "', env.c_compiler, "expected a command as in a shell, got 'cc \"': No closing quotation"),
+        ("KVSCOUT_CACHE_DIR", "~no-such-user/x", env.cache_dir, "'~no-such-user/x' has no home folder; set KVSCOUT_"),
+        ("XDG_CACHE_HOME", "~no-such-user", env.cache_dir, "'~no-such-user' has no home folder; set KVSCOUT_"),
+    ],
+)
+def test_values_that_mean_nothing(monkeypatch, variable, value, read, message):
+    assert variable not in env.wrong()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(env.WrongVariable) as raised:
+        read()
+    assert str(raised.value).startswith(f"{variable}: {message}")
+    assert str(raised.value) == f"{variable}: {env.wrong()[variable]}"
+
+
+def test_without_a_home_folder(monkeypatch):
+    def unknown(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(env.Path, "expanduser", unknown)
+    with pytest.raises(env.WrongVariable, match=r"^HOME: is not set and .*; set KVSCOUT_CACHE_DIR to a folder$"):
+        env.cache_dir()
+    assert "HOME" not in env.wrong()
 
 
 def test_only_env_reads_the_environment(root):

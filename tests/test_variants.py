@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvscout
+from kvscout.kernels.cute.program import KernelUnavailable
 from kvscout.variants import Choice, Family, Variant, observe
 
 FILE = '''"""{summary}
@@ -166,6 +167,70 @@ class TestChoose:
     def test_choice_is_memoised(self, family):
         assert family.choose(Problem(5)) is family.choose(Problem(5))
         assert family.choose(Problem(5)) is not family.choose(Problem(6))
+
+
+NEEDS_A_KERNEL = """'Does it.'
+from kvscout.kernels.cute.program import KernelUnavailable
+from kvscout.variants import Required, Variant
+
+MISSING = {}
+
+def load(problem, config):
+    if problem.size > 100:
+        MISSING[problem.size] = KIND("no kernel of " + str(problem.size))
+    if problem.size > 10:
+        raise KernelUnavailable("nothing compiles")
+
+VARIANT = Variant(
+    launch=print, default_config=lambda _: None, rank=lambda _: 90, load=load,
+    refuses=lambda problem: MISSING.get(problem.size), lacks=lambda: "no kernel at all" if MISSING else None,
+)
+"""
+
+
+class TestKernels:
+    """A variant that loads sizes up to 10, and says from 101 on that it could not."""
+
+    @pytest.fixture
+    def make(self, make_family):
+        return lambda kind: make_family(torch_a=file("torch_a"), torch_k=NEEDS_A_KERNEL.replace("KIND", kind))
+
+    def test_auto_takes_another_and_says_so_once(self, make):
+        family = make("str")
+        with pytest.warns(UserWarning, match="^toy: 'auto' does without torch_k: nothing compiles$") as said:
+            assert family.choose(Problem(101)).variant.name == "torch_a"
+            assert family.choose(Problem(101)).variant.name == "torch_a"
+        assert len(said) == 1
+        assert family.choose(Problem(10)).variant.name == "torch_k"
+
+    def test_what_was_asked_for_by_name_is_left_to_the_launch(self, make):
+        assert make("str").choose(Problem(101), "torch_k").variant.name == "torch_k"
+
+    def test_a_failure_that_is_not_remembered_is_raised(self, make):
+        with pytest.raises(KernelUnavailable, match="nothing compiles"):
+            make("str").choose(Problem(11))
+
+    def test_a_required_one_is_not_passed_over(self, make):
+        family = make("Required")
+        for _ in range(2):
+            with pytest.raises(kvscout.UnsupportedProblem) as caught:
+                family.choose(Problem(101))
+            assert caught.value.reasons == {"torch_k": "no kernel of 101"}
+        assert family.choose(Problem(101), "torch_a").variant.name == "torch_a"
+
+    def test_one_of_a_lower_rank_is(self, make_family):
+        family = make_family(
+            torch_a=file("torch_a", rank=20),
+            torch_b=file("torch_b", rank=10, refuses="__import__('kvscout').variants.Required('gone')"),
+        )
+        assert family.choose(Problem()).variant.name == "torch_a"
+
+    def test_what_an_installation_lacks_is_unavailable(self, make):
+        family = make("str")
+        assert family.unavailable("torch_k", "cpu") is None
+        with pytest.warns(UserWarning):
+            family.choose(Problem(101))
+        assert family.unavailable("torch_k", "cpu") == "no kernel at all"
 
 
 class TestEnvironment:

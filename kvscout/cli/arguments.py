@@ -105,10 +105,10 @@ def wrong_overrides() -> dict[str, str]:
 
 
 def check_overrides() -> None:
-    """Look at the variables that name variants before anything runs.
+    """Look at the environment variables before anything runs.
 
     Raises:
-        UsageError: one names a variant that does not exist.
+        UsageError: one names a variant that does not exist, or has a value that means nothing.
     """
-    if wrong := wrong_overrides():
+    if wrong := wrong_overrides() | env.wrong():
         raise UsageError("; ".join(f"{variable}: {sentence}" for variable, sentence in wrong.items()))

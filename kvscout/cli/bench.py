@@ -3,8 +3,9 @@
 On a GPU, hot times are of ten calls in a CUDA graph on the same buffers; cold times are of single calls, over several
 inputs in turn where these are small, with L2 flushed in between. min, spread, rates and speed-up are of the cold times
 where there are any; "roof" is the part of the GPU's measured ceiling that was reached. On the CPU the default variants
-are timed, on small cases; "--variant auto" asks for what a call would get. Peers are other libraries' kernels: they are
-checked and timed like variants, on the same inputs in the same run. What fails its check gets no figure.
+are timed, on small cases; "--variant auto" and "--baseline auto" ask for what a call would get. Peers are other
+libraries' kernels: they are checked and timed like variants, on the same inputs in the same run. What fails its check
+gets no figure.
 Exit code: 0 all right, 1 something failed its check, 2 bad usage, 130 interrupted.
 """
 
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline",
         metavar="NAME",
-        help="variant or peer that speed-ups are relative to (default: the first peer, or else the best torch variant)",
+        help="variant, peer or auto, to compare with (default: the first peer, or else the best torch variant)",
     )
     presets = parser.add_argument_group("cases", "which of a GPU's cases to time (default: all); several add up")
     for name, meaning in PRESETS.items():
@@ -80,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(text: str) -> list[str]:
-    return list(dict.fromkeys(name for name in text.split(",") if name))
+    names = list(dict.fromkeys(name for name in text.split(",") if name))
+    if not names:
+        raise argparse.ArgumentTypeError(f"expected the names of peers, got {text!r}")
+    return names
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     failures = [measurement for measurement in found if measurement.status == FAILED]
     written = write_json(args.json, _content(args, where, opponents, missing, found) | {"stopped": stopped})
     for op, of_op in groupby(found, lambda measurement: measurement.op):
-        _table(op, list(of_op), where, args.sustained)
+        _table(op, list(of_op), where, args)
     _means(found)
     for line in (*missing.values(), *map(_failure, failures)):
         console.out(line)
@@ -129,7 +133,7 @@ def _of_presets(work: list[Work], presets: Sequence[str] | None, levels: Sequenc
 def _opponents(
     ops: Iterable[str], args: argparse.Namespace, where: torch.device
 ) -> tuple[dict[str, list[Peer]], dict[str, str]]:
-    """The peers to time on each op, and for each that cannot run here a sentence that says why.
+    """The peers to time on each op, and a sentence for each that cannot run here and each op without the baseline.
 
     Raises:
         UsageError: a peer or baseline that does not exist.
@@ -141,9 +145,9 @@ def _opponents(
         if name not in every_peer:
             known = "; ".join(f"{op} has {', '.join(names) or 'none'}" for op, names in existing.items())
             raise UsageError(f"--against: there is no peer {name!r}; {known}")
-    if args.baseline is not None and args.baseline not in every_variant | every_peer:
+    if args.baseline is not None and args.baseline not in every_variant | every_peer | {AUTO}:
         known = "; ".join(f"{op} has {', '.join((*family(op).names, *names))}" for op, names in existing.items())
-        raise UsageError(f"--baseline: there is no {args.baseline!r}; {known}")
+        raise UsageError(f"--baseline: there is no {args.baseline!r}; {known}, and 'auto' is what a call would get")
     asked = dict.fromkeys([*([args.baseline] if args.baseline in every_peer else []), *args.against])
     opponents: dict[str, list[Peer]] = {op: [] for op in existing}
     missing = {}
@@ -154,6 +158,8 @@ def _opponents(
                 opponents[op].append(peer)
             else:
                 missing[f"{op} {peer.name}"] = f"{peer.name} is not timed on {op}: {reason}"
+        if args.baseline not in (None, AUTO, *family(op).names, *names):
+            missing[f"{op} {args.baseline}"] = f"{args.baseline} is no baseline on {op}, which has nothing of that name"
     return opponents, missing
 
 
@@ -190,15 +196,18 @@ def _failure(m: Measurement) -> str:
     return console.failure(m.op, m.case, m.variant, m.config, m.message)
 
 
-def _table(op: str, found: Sequence[Measurement], where: torch.device, with_sustained: bool) -> None:
+def _table(op: str, found: Sequence[Measurement], where: torch.device, args: argparse.Namespace) -> None:
     rows = []
     for m, speedup in zip(found, speedups(found), strict=True):
         if m.status in (PASSED, FAILED):
             variant = f"{m.variant} ({m.chosen})" if m.chosen else m.variant
-            rows.append([m.case, variant, *_figures(m), _cell(speedup, "{:.2f}x"), *_sustained(m) * with_sustained])
-    console.table(op, (*COLUMNS, *SUSTAINED_COLUMNS * with_sustained), rows)
+            rows.append([m.case, variant, *_figures(m), _cell(speedup, "{:.2f}x"), *_sustained(m) * args.sustained])
+    console.table(op, (*COLUMNS, *SUSTAINED_COLUMNS * args.sustained), rows)
     if baselines := dict.fromkeys(m.variant for m in found if m.baseline):
         console.out(f"speed-ups are over {', '.join(baselines)}")
+    passed = [m for m in found if m.status == PASSED]
+    if alone := {m.case for m in passed} - {m.case for m in passed if m.baseline}:
+        console.out(f"{console.count(len(alone), 'case')} without a speed-up: the baseline has no figure there")
     if where.type == "cpu" and any(m.judged is not None and m.judged.spread > WIDE_SPREAD for m in found):
         console.out(f"the machine was busy: where the spread is over {WIDE_SPREAD:.0%}, the median is unreliable")
     excused = [m for m in found if m.status in (PASSED, FAILED) and m.tolerance is not None]
@@ -206,7 +215,9 @@ def _table(op: str, found: Sequence[Measurement], where: torch.device, with_sust
         cases = [m for m in excused if m.variant == name]
         bounds = ", ".join(dict.fromkeys(f"{m.tolerance.max_rel:.1e}" for m in cases if m.tolerance))
         console.out(f"{name} has a bound of its own on {console.count(len(cases), 'case')}: an error of {bounds}")
-    left_out = [m for m in found if m.status == SKIPPED or (m.peer and m.status == REFUSED)]
+    left_out = [
+        m for m in found if m.status == SKIPPED or (m.status == REFUSED and (m.peer or m.variant == args.baseline))
+    ]
     for name in dict.fromkeys(m.variant for m in left_out):
         skipped = [m for m in left_out if m.variant == name]
         console.out(f"{name} is not timed on {console.count(len(skipped), 'case')}, {skipped[0].message}")

@@ -15,8 +15,7 @@ from ..device import arch_of
 from ..testing import provenance
 from ..testing.case import family, ops
 from ..variants import Family
-from . import console
-from .arguments import wrong_overrides
+from . import arguments, console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +53,17 @@ def collect() -> dict[str, Any]:
         "settings": [vars(setting) for setting in env.SETTINGS],
         "environment": env.current(ops()),
         "unread": unread,
-        "wrong": wrong_overrides() | dict.fromkeys(unread, "nothing reads it: is it misspelt?"),
+        "wrong": arguments.wrong_overrides() | env.wrong() | dict.fromkeys(unread, "nothing reads it: is it misspelt?"),
         "ops": {op: [_variant(family(op), name, arch_of(device)) for name in family(op).names] for op in ops()},
     }
 
 
 def _variant(variants: Family, name: str, arch: str) -> dict[str, str | None]:
-    return {"name": name, "unavailable": variants.unavailable(name, arch), "summary": _summary(variants, name)}
+    try:
+        unavailable = variants.unavailable(name, arch)
+    except env.WrongVariable as error:
+        unavailable = str(error)
+    return {"name": name, "unavailable": unavailable, "summary": _summary(variants, name)}
 
 
 def _summary(variants: Family, name: str) -> str:

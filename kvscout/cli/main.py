@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from .. import __version__
+from .. import __version__, env
 from ..errors import UnsupportedProblem
 from . import console
 from .arguments import UsageError
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         console.flush()
         return code
-    except UsageError as error:
+    except (UsageError, env.WrongVariable) as error:
         console.error(f"{name}: {error}")
         return USAGE
     except KeyboardInterrupt:

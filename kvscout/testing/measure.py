@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -50,7 +49,7 @@ class Measurement:
         sustained: back to back for a second, where asked for.
         cost: what the call must do at least.
         floor_us: how long that takes at the GPU's measured ceilings, where they are known.
-        baseline: whether others' speed-ups are relative to this one.
+        baseline: whether others' speed-ups are relative to this one; never where it is refused or skipped.
         chosen: the variant that "auto" stands for.
         peer: whether this is another library's kernel.
         tolerance: the peer's own budget, where it was not judged by our variants'.
@@ -112,7 +111,8 @@ def measure_case(
         names: variants to time beside the baseline, "auto" for the one that a call would get. None: every one on a GPU,
             that one on the CPU.
         peers: other libraries' kernels to time, each available on this device.
-        baseline: the variant or peer that others are compared with. None: the torch variant with the highest rank.
+        baseline: the variant or peer that others are compared with, or "auto". None: the torch variant with the highest
+            rank. One that is neither a variant of this op nor among ``peers`` is left out.
         seed: of the inputs.
         wanted: which times to take.
 
@@ -129,23 +129,19 @@ def measure_case(
         if plan is None:
             yield Measurement(case.op, case.name, name, FAILED, message=error)
             return
-        for name in plan.names:
+        names, baseline = plan
+        for name in names:
             peer = next((peer for peer in peers if peer.name == name), None)
             if peer is None:
                 found = _measure_variant(case, sets, device, name, wanted)
             else:
                 found = _measure_peer(case, sets, device, peer, wanted)
-            yield replace(found, baseline=name == plan.baseline)
+            yield replace(found, baseline=name == baseline and found.status in (PASSED, FAILED))
     except ContextLost as lost:
         yield Measurement(case.op, case.name, name, FAILED, message=str(lost))
         raise
     del sets
     free(device)
-
-
-class _Plan(NamedTuple):
-    names: Sequence[str]
-    baseline: str | None
 
 
 def _plan(
@@ -155,8 +151,8 @@ def _plan(
     names: Sequence[str] | None,
     peers: Sequence[Peer],
     baseline: str | None,
-) -> _Plan:
-    """What to time in which order, and which of it is the baseline, None where that one does not run."""
+) -> tuple[Sequence[str], str | None]:
+    """What to time in which order, and which of it is the baseline, None where the op has no such variant or peer."""
     ops = family(case.op)
     if names is None:
         names = ops.names if device.type != "cpu" else [ops.choose(prepared.problem, AUTO).variant.name]
@@ -164,13 +160,9 @@ def _plan(
     if baseline is None:
         torch_variants = [v for v in ops.serving(prepared.problem) if v.name.startswith("torch_")]
         baseline = max(torch_variants, key=lambda v: v.rank(prepared.problem)).name if torch_variants else None
-    if baseline is None:
-        return _Plan(names, None)
-    peer = next((peer for peer in peers if peer.name == baseline), None)
-    left_out = peer.refuses(prepared.problem) if peer else standing(case, prepared, baseline, device)[0]
-    if left_out:
-        return _Plan(names, None)
-    return _Plan([baseline, *(name for name in names if name != baseline)], baseline)
+    if baseline is None or baseline not in (AUTO, *ops.names, *(peer.name for peer in peers)):
+        return names, None
+    return [baseline, *(name for name in names if name != baseline)], baseline
 
 
 def _input_sets(case: Case, device: torch.device, seed: int, cold: bool) -> list[Prepared]:

@@ -27,6 +27,7 @@ class Mean:
     """What one variant or peer comes to over a group of cases.
 
     Attributes:
+        op: the op that the cases are of.
         group: the group's name, :data:`EVERY_CASE` for all that was run.
         cases: how many of the group's cases it was timed on.
         roof: geometric mean of the part of the measured ceiling that was reached.

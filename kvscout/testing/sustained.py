@@ -39,7 +39,7 @@ class Sustained:
         calls: how many there were.
         sm_clock_mhz: median of the SM clock meanwhile, None where it could not be read.
         power_w: median of the power draw meanwhile, None where it could not be read.
-        readings: how often both were read.
+        readings: how often either of them was read.
     """
 
     us: float

@@ -1,5 +1,6 @@
 """``kvscout aot``: what it compiles, keeps, prints and returns."""
 
+import errno
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -116,7 +117,67 @@ def test_without_a_compiler_it_says_so(run, programs, tmp_path, monkeypatch):
     monkeypatch.setattr(toolchain, "cannot_compile", lambda: toolchain.NO_DSL)
     code, out, err = run("aot", "--output", str(tmp_path))
     assert (code, out) == (1, "")
-    assert "'nvidia-cutlass-dsl', which would compile it, is not installed" in err
+    assert err == f"2 of 2 kernels are missing in {tmp_path}, and none can be compiled here: {toolchain.NO_DSL}\n"
+    for program in programs:
+        store.write(aot._file(tmp_path, program).with_name("cute-3.0.so"), b"")
+    assert run("aot", "--output", str(tmp_path)) == (0, f"all 2 kernels are in {tmp_path}\n", "")
+
+
+def test_a_kernel_that_another_run_has_just_made_is_kept(programs, tmp_path):
+    path = aot._file(tmp_path, programs[0])
+    store.write(path, b"theirs")
+    built = aot._compile(programs[0], path)
+    assert (built.error, built.kept) == (None, True)
+    assert path.read_bytes().startswith(b"theirs")
+    assert aot._state(True, True, built) == "kept"
+
+
+def test_a_damaged_file_is_listed_as_such(run, programs, tmp_path):
+    path = aot._file(tmp_path, programs[0])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"cut short")
+    _, out, _ = run("aot", "--list", "--output", str(tmp_path))
+    assert rows(out) == {"add128": [toolchain.DSL_VERSION, "(damaged)"], "add64": ["-"]}
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_compiled(run, programs, tmp_path, monkeypatch):
+    def read_only(dir):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def never(*arguments):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(aot.tempfile, "TemporaryFile", read_only)
+    monkeypatch.setattr(aot, "_results", never)
+    monkeypatch.setenv("KVSCOUT_CACHE_DIR", str(tmp_path))
+    for words, blamed in (((), "KVSCOUT_CACHE_DIR"), (("--output", str(tmp_path)), "--output")):
+        code, out, err = run("aot", *words)
+        assert (code, out) == (2, "")
+        assert f"{blamed}: cannot write into '{tmp_path}': Read-only file system" in err
+
+
+def test_a_folder_that_has_all_need_not_be_written(run, programs, tmp_path, monkeypatch):
+    for program in programs:
+        store.write(aot._file(tmp_path, program), b"")
+    monkeypatch.setattr(aot, "_check_writable", None)
+    assert run("aot", "--output", str(tmp_path))[0] == 0
+
+
+@pytest.mark.parametrize("words", [(), ("--list",)])
+def test_a_file_is_no_folder(run, programs, tmp_path, words, monkeypatch):
+    (tmp_path / "file").write_text("")
+    code, out, err = run("aot", *words, "--output", str(tmp_path / "file"))
+    assert (code, out) == (2, "")
+    assert f"--output: '{tmp_path / 'file'}' is not a folder" in err
+    monkeypatch.setenv("KVSCOUT_CACHE_DIR", str(tmp_path / "file"))
+    assert "KVSCOUT_CACHE_DIR: " in run("aot", *words)[2]
+
+
+def test_a_variable_that_means_nothing_is_bad_usage(run, programs, monkeypatch):
+    monkeypatch.setenv("KVSCOUT_CACHE_DIR", "~no-such-user/x")
+    code, out, err = run("aot", "--list")
+    assert (code, out) == (2, "")
+    assert "KVSCOUT_CACHE_DIR: '~no-such-user/x' has no home folder" in err
 
 
 def test_ctrl_c_keeps_what_was_compiled(run, programs, tmp_path, at_once, monkeypatch):
@@ -124,13 +185,20 @@ def test_ctrl_c_keeps_what_was_compiled(run, programs, tmp_path, at_once, monkey
 
     def interrupted(programs, folder, jobs):
         yield from one(programs[:1], folder, jobs)
+        # One that was under way and is finished, without its result being seen.
+        store.write(aot._file(folder, programs[1]), bytes(20 << 10))
         raise KeyboardInterrupt
 
+    programs.append(replace(programs[0], name="add32"))
     monkeypatch.setattr(aot, "_results", interrupted)
     code, out, err = run("aot", "--output", str(tmp_path))
     assert code == 130
-    assert rows(out) == {"add128": ["compiled", "1.2", "10"], "add64": ["not", "reached", "-", "-"]}
-    assert err == "interrupted; 1 of 2 kernels were not reached\n"
+    assert rows(out) == {
+        "add128": ["compiled", "1.2", "10"],
+        "add64": ["compiled", "-", "20"],
+        "add32": ["not", "reached", "-", "-"],
+    }
+    assert err == "interrupted; 1 of 3 kernels were not reached\n"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def test_a_wrong_variant_gets_no_figure(run, launch_instead):
         (("--variant", "torch_chunked", "--variant", "nope"), "there is no 'nope'; mqa_logits has torch_chunked, "),
         (("--against", "nope"), "there is no peer 'nope'; mqa_logits has aiter, deepgemm"),
         (("--against", "aiter,nope"), "there is no peer 'nope'; mqa_logits has aiter, deepgemm"),
+        (("--against", ""), "--against: expected the names of peers, got ''"),
+        (("--against", ","), "--against: expected the names of peers, got ','"),
         (("--model-shapes",), "--model-shapes: these cases are timed on a GPU"),
     ],
 )
@@ -242,6 +244,44 @@ def test_a_peer_that_refuses_says_why(rivals, run):
     assert code == 0
     assert "picky is not timed on 1 case, has no kernel for 8 heads" in out
     assert row(out, "torch_chunked")[-1] == "-"
+    assert "1 case without a speed-up: the baseline has no figure there" in out
+
+
+def test_a_baseline_that_is_not_here_leaves_our_own_times(rivals, run):
+    code, out, err = run(*ONE, "--baseline", "absent")
+    assert (code, err) == (0, "absent is not timed on mqa_logits: needs another GPU than cpu\n")
+    cells = row(out, "torch_chunked")
+    assert (float(cells[2]) > 0, cells[-1]) == (True, "-")
+    assert "1 case without a speed-up: the baseline has no figure there" in out
+
+
+def test_a_baseline_that_one_op_has_is_none_for_another(run, tmp_path):
+    file = tmp_path / "out.json"
+    words = ("--device", "cpu", "--case", "5x7", "--baseline", "torch_chunked", "--json", str(file))
+    code, out, err = run("bench", "mqa_logits", "topk", *words)
+    assert (code, err) == (0, "torch_chunked is no baseline on topk, which has nothing of that name\n")
+    assert out.count(err) == 1
+    found = json.loads(file.read_text())["measurements"]
+    assert {(m["op"], m["status"], m["baseline"]) for m in found} == {
+        ("mqa_logits", PASSED, True),
+        ("topk", PASSED, False),
+    }
+
+
+def test_a_variant_as_baseline_that_needs_a_gpu_says_so_once(run):
+    words = ("--device", "cpu", "--case", "17x76-h8", "--baseline", "cute_wgmma")
+    code, out, err = run("bench", "mqa_logits", *words)
+    assert (code, err) == (0, "")
+    assert out.count("cute_wgmma is not timed on 2 cases, CuTe DSL kernels are written for sm_90") == 1
+    assert out.count("2 cases without a speed-up: the baseline has no figure there") == 1
+
+
+def test_auto_as_baseline_is_a_row(run):
+    code, out, _ = run(*ONE, "--baseline", "auto", "--variant", "torch_reference")
+    assert code == 0
+    assert row(out, "auto (torch_chunked)")[-1] == "1.00x"
+    assert row(out, "torch_reference")[-1].endswith("x")
+    assert "speed-ups are over auto" in out
 
 
 def test_the_libraries_themselves_are_not_for_the_cpu(run):

@@ -5,6 +5,8 @@ import json
 import torch
 
 from kvscout import env
+from kvscout.cli import info
+from kvscout.kernels.cute import cuda_runtime, runtime, toolchain
 from kvscout.testing.case import family, ops
 
 
@@ -51,6 +53,47 @@ def test_variables_that_are_wrong_are_marked(run, monkeypatch):
     assert lines["KVSCOUT_TOPK_VARIANT"][1].startswith("topk has no variant 'nonsense'; it has torch_")
     assert lines["KVSCOUT_TOKP_VARIANT"] == ["x", "nothing reads it: is it misspelt?"]
     assert lines["KVSCOUT_PA_PLAN_VARIANT"] == ["auto", "-"]
+
+
+def test_what_keeps_the_hopper_kernels_from_running_is_said(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(info, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(cuda_runtime, "refusal", lambda: "the CUDA runtime is too old")
+
+    def said():
+        runtime._refusal.cache_clear()
+        variants = json.loads(run("info", "--json")[1])["ops"]["mqa_logits"]
+        return {variant["name"]: variant["unavailable"] for variant in variants}["cute_wgmma"]
+
+    monkeypatch.setattr(toolchain, "has_loader", lambda: False)
+    assert said() == toolchain.NO_LOADER
+    monkeypatch.setattr(toolchain, "has_loader", lambda: True)
+    assert said() == "the CUDA runtime is too old"
+    monkeypatch.setattr(cuda_runtime, "refusal", lambda: None)
+    monkeypatch.setattr(toolchain, "cannot_compile", lambda: None)
+    assert said() is None
+    monkeypatch.setattr(toolchain, "cannot_compile", lambda: toolchain.NO_DSL)
+    monkeypatch.setenv("KVSCOUT_CACHE_DIR", str(tmp_path))
+    assert f"kernels can be had: {tmp_path} holds no mqa_logits_" in said()
+    assert said().endswith(toolchain.NO_DSL)
+    monkeypatch.setenv("KVSCOUT_AOT_ONLY", "yes")
+    assert said().endswith("KVSCOUT_AOT_ONLY is set")
+    monkeypatch.setenv("KVSCOUT_AOT_ONLY", "perhaps")
+    assert said().startswith("KVSCOUT_AOT_ONLY: expected 0, 1, true")
+    runtime._refusal.cache_clear()
+
+
+def test_values_that_mean_nothing_are_marked(run, monkeypatch):
+    for name, value in (("KVSCOUT_AOT_ONLY", "2"), ("CC", 'cc "'), ("KVSCOUT_CACHE_DIR", "~no-such-user")):
+        monkeypatch.setenv(name, value)
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    lines = {cells[0]: cells[1:] for line in out.partition("set now")[2].splitlines() if (cells := line.split())}
+    assert " ".join(lines["KVSCOUT_AOT_ONLY"]).startswith("2 expected 0, 1, true")
+    assert " ".join(lines["CC"]).startswith('cc " expected a command')
+    assert " ".join(lines["KVSCOUT_CACHE_DIR"]).startswith("~no-such-user '~no-such-user' has no home folder")
+    code, out, err = run("verify", "topk", "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert "KVSCOUT_AOT_ONLY: expected 0, 1" in err
 
 
 def test_nothing_set_shows_no_table_of_what_is_set(run, monkeypatch):

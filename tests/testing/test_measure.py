@@ -80,6 +80,32 @@ def test_auto_without_a_variant_says_so(doubling):
     assert "no variant of doubling serves" in found.message
 
 
+def test_auto_as_baseline_is_what_a_call_would_get(doubling):
+    doubling(torch_low=doubling.variant(rank=1), torch_high=doubling.variant(rank=20))
+    auto, low = measured(doubling, ("torch_low",), baseline="auto")
+    assert (auto.variant, auto.chosen, auto.baseline, auto.status) == ("auto", "torch_high", True, PASSED)
+    assert (low.variant, low.baseline, low.status) == ("torch_low", False, PASSED)
+
+
+def test_a_baseline_of_another_op_is_left_out(doubling):
+    doubling(torch_right=doubling.variant())
+    found = measured(doubling, ("torch_right",), peers=[peer()], baseline="elsewhere")
+    assert [(m.variant, m.status, m.baseline) for m in found] == [
+        ("torch_right", PASSED, False),
+        ("rival", PASSED, False),
+    ]
+
+
+def test_a_variant_that_refuses_is_no_baseline_and_says_why(doubling):
+    picky = doubling.variant(refuses=lambda problem: "wants more")
+    doubling(torch_right=doubling.variant(), torch_picky=picky)
+    found = measured(doubling, ("torch_right",), baseline="torch_picky")
+    assert [(m.variant, m.status, m.message, m.baseline) for m in found] == [
+        ("torch_picky", REFUSED, "wants more", False),
+        ("torch_right", PASSED, "", False),
+    ]
+
+
 def test_back_to_back_times_are_taken_where_asked_for(doubling, monkeypatch):
     monkeypatch.setattr(sustained, "SUSTAINED_S", 1e-4)
     doubling(torch_right=doubling.variant())
@@ -164,8 +190,8 @@ def test_a_peer_may_refuse_and_then_there_is_no_baseline(doubling):
     doubling(torch_right=doubling.variant())
     found = measured(doubling, peers=[peer(refuses=lambda problem: "wants less")], baseline="rival")
     assert [(m.variant, m.status, m.message, m.baseline) for m in found] == [
-        ("torch_right", PASSED, "", False),
         ("rival", REFUSED, "wants less", False),
+        ("torch_right", PASSED, "", False),
     ]
 
 
@@ -176,8 +202,8 @@ def test_what_cannot_be_timed_says_why(doubling):
     )
     case = doubling.case(cost=Cost(flops=10**15, bytes=1))
     found = list(measure_case(case, CPU, ("torch_refuses", "torch_right"), wanted=HOT))
-    assert [(m.status, m.baseline) for m in found] == [(REFUSED, False), (SKIPPED, False)]
-    assert found[0].message == "wants more"
+    assert [(m.status, m.baseline) for m in found] == [(SKIPPED, False), (REFUSED, False)]
+    assert found[1].message == "wants more"
 
 
 def test_inputs_that_cannot_be_made(doubling):

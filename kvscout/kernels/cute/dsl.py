@@ -41,9 +41,9 @@ def bulk_store(destination, shared, size, *, loc=None, ip=None):
 def add_weighted_relu(dots, weights, sums, *, loc=None, ip=None):
     """``sums + weights * relu(dots)`` of two rows and two columns, ``[00, 01, 10, 11]``; with ``2 * relu`` in row 0.
 
-    Row 0's doubled relu is ``x + |x|``, one addition on the multiply-add pipe. Row 1's is a maximum, at half rate but on
-    a pipe that has nothing else to do: with 64 heads one of each took 3% less time than two additions, with 32 as long;
-    two maxima took 7 to 9% more. Both keep NaN.
+    Row 0's doubled relu is ``x + |x|``, one addition on the multiply-add pipe. Row 1's is a maximum, at half rate but
+    on a pipe that has nothing else to do: with 64 heads one of each took 3% less time than two additions, with 32 as
+    long; two maxima took 7 to 9% more. Both keep NaN.
     """
     text = """{
         .reg .f32 t<4>;

@@ -35,8 +35,16 @@ def file(root: Path, program: Program, version: str) -> Path:
 
 def files(root: Path, program: Program) -> list[Path]:
     """Every whole file of a kernel, by any version of the compiler, the newest version first."""
-    found = folder(root, program).glob("cute-*.so")
-    return [path for path in sorted(found, key=_version, reverse=True) if is_whole(path)]
+    return [path for path in _all(root, program) if is_whole(path)]
+
+
+def damaged(root: Path, program: Program) -> list[Path]:
+    """Every file of a kernel that is there and cannot be used: cut short, changed, or not readable."""
+    return [path for path in _all(root, program) if not is_whole(path)]
+
+
+def _all(root: Path, program: Program) -> list[Path]:
+    return sorted(folder(root, program).glob("cute-*.so"), key=_version, reverse=True)
 
 
 def _version(path: Path) -> tuple[int, ...]:

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from ... import env
 
 NO_LOADER = "needs the Python package 'apache-tvm-ffi', which is not installed"
-NO_DSL = "the Python package 'nvidia-cutlass-dsl', which would compile it, is not installed"
-NO_C_COMPILER = "there is no C compiler to link it with (cc, gcc, clang, or what CC names)"
+NO_DSL = "the Python package 'nvidia-cutlass-dsl', which compiles kernels, is not installed"
+NO_C_COMPILER = "there is no C compiler to link kernels with (cc, gcc, clang, or what CC names)"
+
+DSL_VERSION = "4.8.1"
+"""The one version of CuTe DSL that compiles kernels: what they are written in changes with it."""
 
 
 @functools.cache
@@ -40,6 +43,12 @@ def c_compiler() -> Sequence[str] | None:
 
 def cannot_compile() -> str | None:
     """Why no kernel can be compiled here, or None where one can."""
-    if dsl_version() is None:
+    version = dsl_version()
+    if version is None:
         return NO_DSL
-    return NO_C_COMPILER if c_compiler() is None else None
+    if version != DSL_VERSION:
+        return f"kernels are compiled by 'nvidia-cutlass-dsl' {DSL_VERSION}, not by {version}, which is installed"
+    try:
+        return NO_C_COMPILER if c_compiler() is None else None
+    except env.WrongVariable as error:
+        return str(error)

@@ -47,6 +47,10 @@ class Args(NamedTuple):
     out: torch.Tensor
 
 
+ARGUMENTS = ("q", "kv[0]", "kv[1]", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "q_scale", "out")
+"""What callers of :func:`fp8_mqa_logits` know the fields of :class:`Args` as."""
+
+
 def fp8_mqa_logits(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -81,7 +85,8 @@ def fp8_mqa_logits(
         clean_logits: True writes -inf outside the windows, in the same launch. False leaves what lies outside the
             windows as it was: with ``out=None`` that is uninitialised memory, so select within the windows.
         q_scale: float32 ``[S, H]``, any row stride; multiplies ``weights`` when given.
-        out: float32 ``[S, N]`` to write into, any row stride, last dimension contiguous.
+        out: float32 ``[S, N]`` to write into, any row stride, last dimension contiguous. It must not overlap an input,
+            which is not checked.
         variant: a variant's name (see ``kvscout info``), or "auto": ``KVSCOUT_MQA_LOGITS_VARIANT`` or the best fit.
 
     Returns:
@@ -91,7 +96,8 @@ def fp8_mqa_logits(
         TypeError, ValueError: an argument has the wrong type, dtype, shape, stride or device; the message names it.
         UnsupportedProblem: no variant, or not the one asked for, serves this call.
 
-    All tensors live on one device. Not differentiable. Never synchronises with the host; capturable in a CUDA graph; a
+    All tensors live on one device. Not differentiable. Never synchronises with the host; capturable in a CUDA graph,
+    once a call with such sizes has run: kernels of Triton and CuTe are compiled or loaded at their first use. A
     captured call follows windows that change on the device. Works under ``torch.compile(fullgraph=True)``.
 
     Source: DeepSeek-V3.2's indexer; name and argument order follow DeepGEMM's function of the same name.
@@ -111,7 +117,11 @@ def fp8_mqa_logits(
         checks.tensor("q", q, ("S", "H", "D"), fp8.E4M3)
         checks.tensor("kv[0]", k, ("N", "D"), fp8.E4M3)
         out = _new_logits(q, k.shape[0])
-    call = torch_ops.traced("mqa_logits") if torch.compiler.is_compiling() else run
+    call = run
+    if torch.compiler.is_compiling():
+        # The traced node would take any number for a bool.
+        checks.boolean("clean_logits", clean_logits)
+        call = torch_ops.traced("mqa_logits")
     call(q, k, k_scale, weights, cu_seq_len_k_start, cu_seq_len_k_end, q_scale, out, clean_logits, variant)
     return out
 
@@ -161,6 +171,11 @@ def check(args: Args, clean_logits: bool) -> Problem:
     checks.tensor("cu_seq_len_k_start", ks, (num_rows,), torch.int32, q.device)
     checks.tensor("cu_seq_len_k_end", ke, (num_rows,), torch.int32, q.device)
     checks.tensor("out", out, (num_rows, num_keys), torch.float32, q.device)
+    if q_scale is not None:
+        checks.tensor("q_scale", q_scale, (num_rows, num_heads), torch.float32, q.device)
+    for name, x in zip(ARGUMENTS, args, strict=True):
+        if x is not None:
+            checks.as_stored(name, x)
     checks.rows_aligned("q", q)
     checks.rows_aligned("kv[0]", k)
     checks.rows_apart("out", out)
@@ -169,7 +184,6 @@ def check(args: Args, clean_logits: bool) -> Problem:
     for name, vector in (("cu_seq_len_k_start", ks), ("cu_seq_len_k_end", ke)):
         checks.last_dim_contiguous(name, vector)
     if q_scale is not None:
-        checks.tensor("q_scale", q_scale, (num_rows, num_heads), torch.float32, q.device)
         checks.last_dim_contiguous("q_scale", q_scale)
     return Problem(
         arch=arch_of(q.device),

@@ -23,6 +23,11 @@ from ..windows import windows
 MATRIX_UNIT_ERROR = 1e-3
 FLOAT32_ERROR = 2e-6
 
+# A matrix unit errs by the size of a sum's terms. The largest of many logits is of that size too; of a few, it may be
+# what is left of larger terms: a single logit of 16 heads was off by 1.16e-3 of itself on an H200. Of at most so many
+# logits the error is therefore relative to the terms of the largest sum.
+FEW_LOGITS = 16
+
 # A NaN of e4m3fn.
 NAN_BITS = 0x7F
 
@@ -30,11 +35,6 @@ NAN_BITS = 0x7F
 # rows with at most so many logits at a time, so that a case of 4 GB needs a few hundred MB more.
 SAMPLED_DOTS = 1 << 27
 BLOCK_LOGITS = 1 << 26
-
-
-# A matrix unit errs by the size of a sum's terms. The largest of many logits is of that size too; of a few, it may be
-# what is left of larger terms: a single logit of 16 heads was off by 1.16e-3 of itself on an H200.
-FEW_LOGITS = 16
 
 
 class Sample(NamedTuple):

@@ -11,7 +11,7 @@ MEMOISED = (
     program.fingerprint,
     program._sources_digest,
     runtime.load,
-    runtime.refusal,
+    runtime._refusal,
     runtime._warn_of_cache,
     store.temporary,
     toolchain.has_loader,
@@ -23,11 +23,15 @@ MEMOISED = (
 @pytest.fixture(autouse=True)
 def forget():
     """What is found out once per process is found out once per test."""
-    for function in MEMOISED:
-        function.cache_clear()
+    _forget()
     yield
+    _forget()
+
+
+def _forget():
     for function in MEMOISED:
         function.cache_clear()
+    runtime._FAILED.clear()
 
 
 @pytest.fixture(scope="session")

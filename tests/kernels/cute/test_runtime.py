@@ -5,6 +5,7 @@ they are not on a CUDA device: that is how these tests know that it is the right
 """
 
 import threading
+import tomllib
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from kvscout.kernels.cute import runtime, store, toolchain
 from kvscout.kernels.cute.program import KernelUnavailable, Program
+from kvscout.variants import Required
 
 pytestmark = [
     pytest.mark.xdist_group("cute"),
@@ -110,6 +112,27 @@ def test_with_cute_dsl_only_its_own_version_does(add, path, library, compiled):
     assert compiled == [(add, path)]
 
 
+def test_another_version_of_cute_dsl_compiles_nothing_and_files_of_any_version_serve(add, path, library, monkeypatch):
+    monkeypatch.setattr(toolchain, "dsl_version", lambda: "4.0.0")
+    reason = f"kernels are compiled by 'nvidia-cutlass-dsl' {toolchain.DSL_VERSION}, not by 4.0.0, which is installed"
+    assert runtime.refusal(add).endswith(f" of these sources (see 'kvscout aot'), and {reason}")
+    runtime._refusal.cache_clear()
+    store.write(path.with_name("cute-3.0.so"), library)
+    assert works(runtime.load(add))
+
+
+def test_the_version_is_the_one_that_the_extra_installs(root):
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pinned = [word for word in extras["hopper"] if word.startswith("nvidia-cutlass-dsl")]
+    assert [word.partition("==")[2] for word in pinned] == [toolchain.DSL_VERSION]
+
+
+def test_a_damaged_file_is_not_called_absent(add, path, library, no_dsl):
+    store.write(path, library)
+    path.write_bytes(path.read_bytes()[:5000])
+    assert runtime.refusal(add).startswith(f"{path}: damaged or not readable, and the Python package")
+
+
 def test_without_cute_dsl_and_without_a_file_it_refuses(add, cache, no_dsl):
     reason = f"{cache} holds no add of these sources (see 'kvscout aot'), and the Python package 'nvidia-cutlass-dsl'"
     assert runtime.refusal(add).startswith(reason)
@@ -130,9 +153,46 @@ def test_a_c_compiler_that_fails_is_quoted(add, cache, monkeypatch):
     monkeypatch.setenv("CC", "cc -fno-such-option")
     with pytest.raises(
         KernelUnavailable, match=r"add: linking failed: cc -fno-such-option -shared (.|\n)*fno-such-option"
-    ):
+    ) as first:
         runtime.load(add)
     assert not list(cache.rglob("*.so"))
+    # The process remembers.
+    monkeypatch.delenv("CC")
+    with pytest.raises(KernelUnavailable) as second:
+        runtime.load(add)
+    assert str(second.value) == str(first.value) == f"add: {runtime.refusal(add)}"
+    assert not isinstance(runtime.refusal(add), Required)
+
+
+def test_cc_that_is_no_command_is_no_c_compiler(add, cache, monkeypatch):
+    monkeypatch.setenv("CC", 'cc "')
+    assert "and CC: expected a command as in a shell, got 'cc \"'" in runtime.refusal(add)
+
+
+def test_threads_that_want_a_kernel_that_fails_try_once(add, cache, monkeypatch):
+    from kvscout.kernels.cute import compiler
+
+    tried, failures, barrier = [], [], threading.Barrier(3)
+
+    def load():
+        barrier.wait()
+        try:
+            runtime.load(add)
+        except KernelUnavailable as error:
+            failures.append(str(error))
+
+    def compile_to(program, path):
+        tried.append(program)
+        raise ArithmeticError("no")
+
+    monkeypatch.setattr(compiler, "compile_to", compile_to)
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == ["add: it does not compile: ArithmeticError: no"] * 3
+    assert tried == [add]
 
 
 def test_without_tvm_ffi_it_refuses(add, cache, monkeypatch):
@@ -144,17 +204,58 @@ def test_ahead_of_time_only_takes_files_and_makes_none(add, path, library, compi
     monkeypatch.setenv("KVSCOUT_AOT_ONLY", "1")
     with pytest.raises(KernelUnavailable, match=r"holds no add of these sources .*, and KVSCOUT_AOT_ONLY is set"):
         runtime.load(add)
-    runtime.refusal.cache_clear()
+    runtime._refusal.cache_clear()
     store.write(path, library)
     assert works(runtime.load(add))
     assert compiled == []
 
 
+def test_ahead_of_time_only_what_is_missing_is_required(add, path, monkeypatch):
+    monkeypatch.setenv("KVSCOUT_AOT_ONLY", "1")
+    assert isinstance(runtime.refusal(add), Required)
+    runtime._refusal.cache_clear()
+    store.write(path, b"no library")
+    with pytest.raises(KernelUnavailable, match="does not load"):
+        runtime.load(add)
+    assert isinstance(runtime.refusal(add), Required)
+    runtime._refusal.cache_clear()
+    runtime._FAILED.clear()
+    monkeypatch.setattr(toolchain, "has_loader", lambda: False)
+    assert not isinstance(runtime.refusal(add), Required)
+
+
+def test_some_of_many_will_do(add, path, spec, library, no_dsl):
+    other = Program("add", add.builder, spec(threads=64))
+    assert runtime.unavailable([other, add]) == f"none of its 2 kernels can be had: {runtime.refusal(other)}"
+    runtime._refusal.cache_clear()
+    store.write(path, library)
+    assert runtime.unavailable([other, add]) is None
+
+
+def test_nothing_will_do_without_tvm_ffi(add, cache, monkeypatch):
+    assert runtime.unavailable([add]) is None
+    monkeypatch.setattr(toolchain, "has_loader", lambda: False)
+    assert runtime.unavailable([add]) == toolchain.NO_LOADER
+
+
+def test_a_cache_whose_place_is_unknown_is_done_without(add, compiled, monkeypatch):
+    monkeypatch.setenv("KVSCOUT_CACHE_DIR", "~no-such-user/cache")
+    with pytest.warns(UserWarning, match="^KVSCOUT_CACHE_DIR: '~no-such-user/cache' has no home folder; .* alone;"):
+        assert works(runtime.load(add))
+    runtime.load.cache_clear()
+    runtime._refusal.cache_clear()
+    monkeypatch.setattr(toolchain, "cannot_compile", lambda: toolchain.NO_DSL)
+    assert runtime.refusal(add).startswith("KVSCOUT_CACHE_DIR: '~no-such-user/cache' has no home folder; ")
+
+
 def test_a_builder_that_raises_is_seen_with_the_kernel_s_name(spec, cache):
     broken = Program("broken", "tests.kernels.cute.cute_add:build_nothing", spec())
-    with pytest.raises(ArithmeticError) as raised:
+    with pytest.raises(
+        KernelUnavailable,
+        match=r"^broken: it does not compile: ArithmeticError: there .* while broken was compiled",
+    ) as raised:
         runtime.load(broken)
-    assert "broken" in "".join(raised.value.__notes__)
+    assert isinstance(raised.value.__cause__, ArithmeticError)
 
 
 def test_a_cache_that_cannot_be_written_is_said_once_and_done_without(add, cache, spec, compiled):

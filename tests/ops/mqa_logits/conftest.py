@@ -10,10 +10,11 @@ from kvscout.ops.mqa_logits.variants import cute_wgmma
 
 MEMOISED = (
     cuda_runtime.refusal,
-    runtime.refusal,
+    runtime._refusal,
     runtime.load,
     toolchain.has_loader,
     toolchain.dsl_version,
+    toolchain.c_compiler,
     cute_wgmma._kernel,
 )
 
@@ -21,15 +22,16 @@ MEMOISED = (
 def _forget():
     for function in MEMOISED:
         function.cache_clear()
+    runtime._FAILED.clear()
     # The memo of choices, which other tests share.
     vars(api.FAMILY).pop("_choose", None)
 
 
 @pytest.fixture
 def forget():
-    """Choices and kernels of other tests are not seen here, nor those of this one there."""
+    """Choices and kernels of other tests are not seen here, nor those of this one there; call it to forget again."""
     _forget()
-    yield
+    yield _forget
     _forget()
 
 
@@ -39,3 +41,4 @@ def on_hopper(monkeypatch, forget):
     check = api.check
     monkeypatch.setattr(api, "check", lambda args, clean: replace(check(args, clean), arch="sm_90"))
     monkeypatch.setattr(runtime, "refusal", lambda program: None)
+    monkeypatch.setattr(runtime, "load", lambda program: lambda *arguments: None)

@@ -7,6 +7,7 @@ import pytest
 
 from kvscout import UnsupportedProblem
 from kvscout.kernels.cute import runtime, toolchain
+from kvscout.kernels.cute.program import KernelUnavailable
 from kvscout.ops.mqa_logits import cute_tile
 from kvscout.ops.mqa_logits.api import FAMILY, NUM_HEADS, Problem
 from kvscout.ops.mqa_logits.variants import cute_wgmma
@@ -69,6 +70,7 @@ def own_choices(forget):
 @pytest.fixture
 def every_kernel(monkeypatch):
     monkeypatch.setattr(runtime, "refusal", lambda program: None)
+    monkeypatch.setattr(runtime, "load", lambda program: print)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -153,6 +155,13 @@ def without_dsl(monkeypatch, tmp_path):
     return f"{tmp_path} holds no mqa_logits_h64_d128_rows4_keys128x4_cost4 of these sources"
 
 
+def with_another_dsl(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVSCOUT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(toolchain, "has_loader", lambda: True)
+    monkeypatch.setattr(toolchain, "dsl_version", lambda: "4.0.0")
+    return f"{tmp_path} holds no mqa_logits_h64_d128_rows4_keys128x4_cost4 of these sources"
+
+
 def without_files(monkeypatch, tmp_path):
     monkeypatch.setenv("KVSCOUT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("KVSCOUT_AOT_ONLY", "1")
@@ -160,7 +169,7 @@ def without_files(monkeypatch, tmp_path):
     return f"{tmp_path} holds no mqa_logits_h64_d128_rows4_keys128x4_cost4 of these sources (see 'kvscout aot'), and "
 
 
-@pytest.mark.parametrize("missing", [without_tvm_ffi, without_dsl, without_files])
+@pytest.mark.parametrize("missing", [without_tvm_ffi, without_dsl, with_another_dsl])
 def test_without_a_kernel_triton_takes_over_and_says_why(missing, monkeypatch, tmp_path):
     reason = missing(monkeypatch, tmp_path)
     asked = problem(4096, 4096)
@@ -169,6 +178,38 @@ def test_without_a_kernel_triton_takes_over_and_says_why(missing, monkeypatch, t
     with pytest.raises(UnsupportedProblem) as raised:
         FAMILY.choose(asked, NAME)
     assert reason in str(raised.value)
+
+
+def test_ahead_of_time_only_auto_raises_for_a_missing_kernel_and_for_nothing_else(monkeypatch, tmp_path, forget):
+    reason = without_files(monkeypatch, tmp_path)
+    for name in ("auto", NAME):
+        with pytest.raises(UnsupportedProblem) as raised:
+            FAMILY.choose(problem(4096, 4096), name)
+        assert list(raised.value.reasons) == [NAME]
+        assert raised.value.reasons[NAME] == f"{reason}KVSCOUT_AOT_ONLY is set"
+    assert FAMILY.choose(problem(4096, 4096), "triton_direct").variant.name == "triton_direct"
+    assert FAMILY.choose(problem(4096, 4096, 64, 256)).variant.name == "triton_staged"
+    forget()
+    without_tvm_ffi(monkeypatch, tmp_path)
+    assert FAMILY.choose(problem(4096, 4096)).variant.name == "triton_staged"
+
+
+def test_a_kernel_that_cannot_be_compiled_is_done_without(monkeypatch):
+    tried = []
+
+    def fails(program):
+        tried.append(program)
+        raise KernelUnavailable("it does not link")
+
+    monkeypatch.setattr(toolchain, "has_loader", lambda: True)
+    monkeypatch.setattr(toolchain, "cannot_compile", lambda: None)
+    monkeypatch.setattr(runtime, "_loaded", fails)
+    with pytest.warns(UserWarning, match=f"^mqa_logits: 'auto' does without {NAME}: it does not link$"):
+        assert FAMILY.choose(problem(4096, 4096)).variant.name == "triton_staged"
+    # Another shape of the same kernel.
+    assert FAMILY.choose(problem(4096, 4097)).variant.name == "triton_staged"
+    assert len(tried) == 1
+    assert FAMILY.refusal(NAME, problem(4096, 4098)) == "it does not link"
 
 
 @pytest.mark.parametrize("name", ["triton_staged", "torch_chunked", NAME])

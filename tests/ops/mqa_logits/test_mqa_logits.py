@@ -125,6 +125,14 @@ def test_compiled_writes_out():
     assert torch.equal(out, fp8_mqa_logits(**make()))
 
 
+@pytest.mark.parametrize("clean", [1, 0, None])
+def test_compiled_takes_what_eager_takes(clean):
+    compiled = torch.compile(fp8_mqa_logits, backend="aot_eager")
+    for call in (fp8_mqa_logits, compiled):
+        with pytest.raises(TypeError, match=r"^clean_logits: expected a bool, got "):
+            call(**make(), clean_logits=clean)
+
+
 def replaced(**changes):
     return lambda call: call | {name: change(call) for name, change in changes.items()}
 
@@ -164,6 +172,24 @@ BAD = {
     "q_scale: expected a contiguous last dimension": replaced(q_scale=lambda c: torch.ones(5, 32)[:, ::2]),
     "clean_logits: expected a bool, got str": replaced(clean_logits=lambda c: "no"),
     "kv: expected the pair (k, k_scale), got 3 of them": replaced(kv=lambda c: (*c["kv"], c["kv"][1])),
+    "weights: expected a dense tensor, got one of layout torch.sparse_csr": replaced(
+        weights=lambda c: c["weights"].to_sparse_csr()
+    ),
+    "q_scale: expected a dense tensor, got one of layout torch.sparse_coo": replaced(
+        q_scale=lambda c: c["weights"].to_sparse()
+    ),
+    "weights: expected a dense tensor, got a nested one": replaced(
+        weights=lambda c: torch.nested.nested_tensor(list(c["weights"]))
+    ),
+    "weights: expected values as they are stored, got a lazily negated view": replaced(
+        weights=lambda c: torch._neg_view(c["weights"])
+    ),
+    "kv[1]: expected values as they are stored, got a lazily negated view": replaced(
+        kv=lambda c: (c["kv"][0], torch.complex(c["kv"][1], c["kv"][1]).conj().imag.as_strided((70,), (1,)))
+    ),
+    "out: expected values as they are stored, got a lazily negated view": replaced(
+        out=lambda c: torch._neg_view(torch.empty(5, 70))
+    ),
     "variant: expected a str, got list": replaced(variant=lambda c: []),
     "variant: mqa_logits has no variant 'fastest'": replaced(variant=lambda c: "fastest"),
 }

@@ -133,6 +133,10 @@ def _programs() -> Iterator[Program]:
                 yield _program(num_heads, head_dim, config)
 
 
+def _load(problem: Problem, config: Config) -> None:
+    _kernel(problem.num_heads, problem.head_dim, config)
+
+
 @functools.cache
 def _kernel(num_heads: int, head_dim: int, config: Config) -> Callable[..., Any]:
     return runtime.load(_program(num_heads, head_dim, config))
@@ -162,5 +166,7 @@ VARIANT = Variant(
     space=_space,
     records_grad=False,
     rank=lambda problem: 150,
+    lacks=lambda: runtime.unavailable(_programs()),
+    load=_load,
     programs=_programs,
 )
