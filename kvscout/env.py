@@ -58,7 +58,7 @@ def variant_variable(op: str) -> str:
 
 def triton_interpret() -> bool:
     """Whether Triton was asked to interpret its kernels, which is what lets them take CPU tensors."""
-    return _is_on("TRITON_INTERPRET")
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
 def cache_dir() -> Path:
@@ -117,10 +117,6 @@ def wrong() -> dict[str, str]:
             name, _, sentence = str(error).partition(": ")
             found[name] = sentence
     return {name: sentence for name, sentence in found.items() if name in os.environ}
-
-
-def _is_on(name: str) -> bool:
-    return os.environ.get(name, "0").lower() in ("1", "true", "on")
 
 
 def current(ops: Iterable[str]) -> dict[str, str | None]:

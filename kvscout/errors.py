@@ -1,8 +1,14 @@
-"""The one exception of kvscout's own: a legal call that no variant can serve."""
+"""A legal call that no variant can serve: the exception, and a reason that "auto" must not pass over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+
+class Required(str):
+    """A refusal that "auto" must not pass over: it raises, and does not take a variant of a lower rank."""
+
+    __slots__ = ()
 
 
 class UnsupportedProblem(NotImplementedError):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from . import env
-from .errors import UnsupportedProblem
+from .errors import Required, UnsupportedProblem
 from .kernels.cute.program import KernelUnavailable
 
 if TYPE_CHECKING:
@@ -44,12 +44,6 @@ class Problem(Protocol):
 def accepts_everything(problem: Any) -> str | None:
     """The ``refuses`` of a variant without limits."""
     return None
-
-
-class Required(str):
-    """A refusal that "auto" must not pass over: it raises, and does not take a variant of a lower rank."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True)

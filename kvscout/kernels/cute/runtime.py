@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import env
-from ...variants import Required
+from ...errors import Required
 from . import cuda_runtime, store, toolchain
 from .program import KernelUnavailable, Program
 
@@ -36,7 +36,7 @@ def unavailable(programs: Iterable[Program]) -> str | None:
 def refusal(program: Program) -> str | None:
     """A sentence why :func:`load` could not succeed here, or None where it would. Cheap: loads and compiles nothing.
 
-    With KVSCOUT_AOT_ONLY it is :class:`~kvscout.variants.Required` where nothing but a file that loads is missing.
+    With KVSCOUT_AOT_ONLY it is :class:`~kvscout.errors.Required` where nothing but a file that loads is missing.
     """
     if sentence := _FAILED.get(program):
         return Required(sentence) if env.aot_only() else sentence

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .cute_tile import COST_KEYS, Tile
+from .cute_tile import Tile
 
 THREADS = 128
 """Threads that look for a share together."""
@@ -51,11 +51,6 @@ def _tiles_between(tile: cutlass.Constexpr[Tile], first_key, last_key):
 
 
 @cute.jit
-def _cost_of_tiles(tile: cutlass.Constexpr[Tile], count):
-    return count * (tile.stage_keys // COST_KEYS)
-
-
-@cute.jit
 def _cost_of(tile: cutlass.Constexpr[Tile], block, data):
     """Cost of a block, computed by one lane; 0 past the last block."""
     first_key = data.num_keys
@@ -76,7 +71,7 @@ def _cost_of(tile: cutlass.Constexpr[Tile], block, data):
             start, end = window(data, row + i)
             first_key, last_key = _widened(first_key, last_key, start, end)
     _, count = _tiles_between(tile, first_key, last_key)
-    return cutlass.select_(row < data.num_rows, _cost_of_tiles(tile, count) + tile.block_cost, 0)
+    return cutlass.select_(row < data.num_rows, count * tile.tile_cost + tile.block_cost, 0)
 
 
 @cute.jit
@@ -167,8 +162,8 @@ def task_of(tile: cutlass.Constexpr[Tile], block, before, begin, end, lane, data
         to the next block.
     """
     first, count = block_tiles(tile, block, lane, data)
-    unit = tile.stage_keys // COST_KEYS
+    unit = tile.tile_cost
     tiles_at = before + tile.block_cost
     low = cutlass.min((cutlass.max(begin - tiles_at, 0) + unit - 1) // unit, count)
     high = cutlass.min((cutlass.max(end - tiles_at, 0) + unit - 1) // unit, count)
-    return first + low, first + high, tiles_at + _cost_of_tiles(tile, count)
+    return first + low, first + high, tiles_at + count * unit

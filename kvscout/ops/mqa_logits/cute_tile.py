@@ -80,6 +80,11 @@ class Tile:
         return self.rows * self.query_tiles
 
     @property
+    def tile_cost(self) -> int:
+        """Cost of a tile in the schedule."""
+        return self.stage_keys // COST_KEYS
+
+    @property
     def quad_rows(self) -> int:
         """Query rows that the four lanes of a quad hold at once."""
         return min(self.rows, 4)

@@ -24,7 +24,7 @@ from ....kernels.cute import runtime
 from ....kernels.cute.program import Program
 from ....variants import Variant
 from ..api import NUM_HEADS, Args, Problem
-from ..cute_tile import COST_KEYS, MAX_COLUMNS, WARPGROUPS, Tile
+from ..cute_tile import MAX_COLUMNS, Tile
 
 HEAD_DIMS = (32, 64, 128)
 
@@ -64,15 +64,12 @@ def _refuses(problem: Problem) -> str | None:
     return runtime.refusal(_program(problem.num_heads, problem.head_dim, _default_config(problem)))
 
 
-def _block_rows(config: Config) -> int:
-    return config.rows * (WARPGROUPS if config.split == "rows" else 1)
-
-
 def _total_cost(problem: Problem, config: Config) -> int:
     """The largest that the schedule's sum of costs can be."""
-    blocks = -(-problem.num_rows // _block_rows(config))
-    tiles = -(-problem.num_keys // config.stage_keys)
-    return blocks * (tiles * config.stage_keys // COST_KEYS + config.block_cost)
+    tile = _tile(problem.num_heads, problem.head_dim, config)
+    blocks = -(-problem.num_rows // tile.block_rows)
+    tiles = -(-problem.num_keys // tile.stage_keys)
+    return blocks * (tiles * tile.tile_cost + tile.block_cost)
 
 
 def _most_rows(num_heads: int) -> int:
@@ -138,14 +135,16 @@ def _load(problem: Problem, config: Config) -> None:
 
 
 @functools.cache
-def _kernel(num_heads: int, head_dim: int, config: Config) -> Callable[..., Any]:
-    return runtime.load(_program(num_heads, head_dim, config))
+def _kernel(num_heads: int, head_dim: int, config: Config) -> tuple[Callable[..., Any], int]:
+    """The kernel, and how many query rows a thread block takes at a time."""
+    return runtime.load(_program(num_heads, head_dim, config)), _tile(num_heads, head_dim, config).block_rows
 
 
 def _launch(problem: Problem, config: Config, args: Args) -> None:
     q, k, k_scale, weights, ks, ke, q_scale, out = args
-    tiles = -(-problem.num_rows // _block_rows(config)) * -(-problem.num_keys // config.stage_keys)
-    _kernel(problem.num_heads, problem.head_dim, config)(
+    kernel, block_rows = _kernel(problem.num_heads, problem.head_dim, config)
+    tiles = -(-problem.num_rows // block_rows) * -(-problem.num_keys // config.stage_keys)
+    kernel(
         _regular(q), _regular(k), k_scale, weights, weights if q_scale is None else q_scale, ks, ke, out,
         problem.has_q_scale, problem.clean_logits, min(tiles, num_sms(q.device)),
     )  # fmt: skip
