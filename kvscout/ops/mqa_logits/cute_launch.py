@@ -219,7 +219,7 @@ class Kernel:
                 cute.arch.mbarrier_init(shared.k_empty + i, 8)
             for i in cutlass.range_constexpr(Q_STAGES):
                 cute.arch.mbarrier_init(shared.task_full + i, 1)
-                cute.arch.mbarrier_init(shared.rows_full + i, 33)  # 32 lanes' weights, the windows
+                cute.arch.mbarrier_init(shared.rows_full + i, 64)  # 32 lanes' weights, 32 lanes' windows
                 cute.arch.mbarrier_init(shared.q_empty + i, 8)
             for i in cutlass.range_constexpr(Q_STAGES * tile.query_tiles):
                 cute.arch.mbarrier_init(shared.q_full + i, 1)

@@ -116,7 +116,7 @@ def _load_weights(tile: cutlass.Constexpr[Tile], lane, block, stage, data, share
     """Bring the weights of a block's rows to a stage; zeros past the last row."""
     source = data.weights
     if data.has_q_scale != 0:
-        # Ordinary stores: _write_windows synchronises the warp before it arrives for all of them.
+        # Ordinary stores: every lane arrives for its own in _write_windows.
         for index in cutlass.range(lane, tile.block_rows * tile.heads, 32, unroll=4):
             row, in_block, head = _place(tile, index, 1, block)
             loaded = cutlass.min(row, data.num_rows - 1)
@@ -168,9 +168,8 @@ def _write_windows(tile: cutlass.Constexpr[Tile], lane, block, low, high, stage,
         if lane == 0:
             shared.tasks[stage, 3 + 2 * query_tile] = inner
             shared.tasks[stage, 4 + 2 * query_tile] = inner_end
-    cute.arch.sync_warp()
-    if lane == 0:
-        cute.arch.mbarrier_arrive(shared.rows_full + stage)
+    # Every lane, for what it wrote itself.
+    cute.arch.mbarrier_arrive(shared.rows_full + stage)
 
 
 @cute.jit
