@@ -28,6 +28,7 @@ from ....kernels.triton import INTERPRET, dot, e4m3_operand, e4m3_to_float16, ha
 from ....paging import CHUNKED, PLAIN_V
 from ....variants import Variant
 from ..api import HEAD, SCALAR, TOKEN, Args, Problem
+from ..triton_loads import load_keys, load_values, pages_of_tokens, step_pages
 from ..triton_parts import LOG2E, merge, normalise
 
 # Probabilities are kept times 2^15 in float16, so that those down to 2^-29 still have all of its bits.
@@ -58,15 +59,14 @@ def _default_config(problem: Problem) -> Config:
             return Config(32 if problem.head_dim <= 256 else 16, 16, 8, 2)
         return Config(32 if is_e4m3 and problem.rows_per_head > 16 else 64, 32, 4, 2)
     if problem.head_dim > 256:
-        return Config(32, 32, 8, 3)
+        return Config(32, 16, 8, 3)
     if problem.head_dim > 128:
-        return Config(32, 64, 8, 5 if is_e4m3 else 3)
-    # Times of dense decode with 8 sequences or more, relative to the best config: within 1.02. With one sequence of 8k
-    # tokens, 128 tokens a step gain 5% on e4m3.
-    if problem.rows_per_head <= 32:
-        return Config(64, 64, 4, 5) if is_e4m3 else Config(128, 64, 4, 3)
-    # Wider steps spill: 64 tokens and 5 stages took 1.25 times as long on 8 x 32k tokens of e4m3.
-    return Config(32, 64, 4, 5)
+        return Config(32, 16, 4, 4 if is_e4m3 else 3)
+    # Up to 32 rows are multiplied by instructions that take keys and values through registers. More than that are
+    # rows of instructions that read shared memory: fewer instructions, but each step waits for all copies under way.
+    if problem.rows_per_head > 32:
+        return Config(64, 64, 4, 3)
+    return Config(128, 32, 4, 3) if is_e4m3 else Config(64, 32, 4, 3)
 
 
 def _space(problem: Problem) -> Iterable[Config]:
@@ -86,67 +86,30 @@ def _refuses(problem: Problem) -> str | None:
 
 
 @triton.jit
-def _key_offsets(step, dim, token_stride, chunk_stride, X: tl.constexpr, VECTOR: tl.constexpr):
-    """Where a run of tokens' keys lie from the first one on; int64 ``[tokens, D]``."""
-    offsets = (step.to(tl.int64) * token_stride * VECTOR)[:, None]
-    return offsets + ((dim // X).to(tl.int64) * chunk_stride * VECTOR + dim % X)[None, :]
-
-
-@triton.jit
-def _chunk_offsets(step, token_stride, chunk_stride, CHUNKS: tl.constexpr, X: tl.constexpr, VECTOR: tl.constexpr):
-    """The same as ``[chunks, tokens, X]``, in the order of a chunked cache's memory, so that warps read whole lines."""
-    offsets = (tl.arange(0, CHUNKS).to(tl.int64) * chunk_stride * VECTOR)[:, None, None]
-    offsets += (step.to(tl.int64) * token_stride * VECTOR)[None, :, None]
-    return offsets + tl.arange(0, X)[None, None, :]
-
-
-@triton.jit
-def _value_offsets(
-    step, dim, chunk_stride, token_stride, dim_stride, CHUNKS: tl.constexpr, X: tl.constexpr,
-    VECTOR: tl.constexpr, TOKEN_VECTOR: tl.constexpr, DIM_VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Where a run of tokens' values lie from the first one on; int64 ``[tokens, D]``."""
-    offsets = (step // X % CHUNKS).to(tl.int64) * chunk_stride * VECTOR
-    offsets += (step % X).to(tl.int64) * token_stride * TOKEN_VECTOR
-    return offsets[:, None] + (dim.to(tl.int64) * dim_stride * DIM_VECTOR)[None, :]
-
-
-@triton.jit
-def _value_skip(
-    skipped, chunk_stride, token_stride, X: tl.constexpr, VECTOR: tl.constexpr, TOKEN_VECTOR: tl.constexpr
-):  # fmt: skip
-    """Where the value of a page's token ``skipped`` lies, a multiple of 16: so of the chunks, unless a page is one."""
-    if X <= 16:
-        return (skipped // X).to(tl.int64) * chunk_stride * VECTOR
-    else:
-        return skipped.to(tl.int64) * token_stride * TOKEN_VECTOR
-
-
-@triton.jit
 def _attend(
     keys, values, key_scale, value_scale, queries, row_scale, token, low, high, largest, total, result,
     PROBABILITY: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One step of the softmax: 16-bit keys and values ``[tokens, D]``, scales per token or None."""
-    scores = tl.zeros((keys.shape[0], queries.shape[1]), tl.float32)
-    scores = dot(keys, queries, scores, UPCAST)
+    """One step of the softmax: 16-bit keys ``[D, tokens]`` and values ``[tokens, D]``, scales per token or None."""
+    scores = tl.zeros((queries.shape[0], keys.shape[1]), tl.float32)
+    scores = dot(queries, keys, scores, UPCAST)
     if key_scale is not None:
-        scores *= key_scale[:, None]
-    scores *= row_scale[None, :]
-    is_visible = (token[:, None] >= low[None, :]) & (token[:, None] < high[None, :])
+        scores *= key_scale[None, :]
+    scores *= row_scale[:, None]
+    is_visible = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
     scores = tl.where(is_visible, scores, float("-inf"))
-    new = tl.maximum(largest, tl.max(scores, 0))
+    new = tl.maximum(largest, tl.max(scores, 1))
     reference = tl.where(new == float("-inf"), 0.0, new)
     # The difference first: a large finite logit times log2(e) would overflow.
-    probability = tl.exp2((scores - reference[None, :]) * LOG2E + BIAS)
+    probability = tl.exp2((scores - reference[:, None]) * LOG2E + BIAS)
     rescale = tl.exp2((largest - reference) * LOG2E)
-    total = total * rescale + tl.sum(probability, 0)
+    total = total * rescale + tl.sum(probability, 1)
     if value_scale is not None:
-        probability *= value_scale[:, None]
+        probability *= value_scale[None, :]
     # The interpreter, for which dot widens its operands, rounds to float16 but cuts off to bfloat16.
     if not UPCAST or PROBABILITY == tl.float16:
         probability = probability.to(PROBABILITY)
-    result = dot(tl.trans(values), probability, result * rescale[None, :], UPCAST)
+    result = dot(probability, values, result * rescale[:, None], UPCAST)
     return new, total, result
 
 
@@ -168,6 +131,7 @@ def _tile_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_LENGTH: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PAGE: tl.constexpr, KEY_X: tl.constexpr, VALUE_X: tl.constexpr, VECTOR: tl.constexpr, TOKENS_INNER: tl.constexpr,
+    KEY_RUNS: tl.constexpr, VALUE_RUNS: tl.constexpr,
     TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, NUM_STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, E4M3: tl.constexpr, E4M3_BITS: tl.constexpr,
@@ -175,11 +139,8 @@ def _tile_kernel(
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERY_LENGTH * GROUP
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
-    CHUNKS: tl.constexpr = PAGE // VALUE_X
-    TOKEN_VECTOR: tl.constexpr = 1 if TOKENS_INNER else VECTOR
-    DIM_VECTOR: tl.constexpr = VECTOR if TOKENS_INNER else 1
-    # A tensor's sizes are powers of two, so at D = 192 chunks of keys cannot be one of them.
-    CHUNKED_KEYS: tl.constexpr = KEY_X < DIM and DIM == PADDED_DIM
+    # Blocks of pages are looked up once a page, unless something needs them by token.
+    PER_PAGE: tl.constexpr = KEY_RUNS and VALUE_RUNS
     program = tl.program_id(0)
     first_row = program % ROW_BLOCKS * BLOCK_ROWS
     kv_head = program // ROW_BLOCKS % KV_HEADS
@@ -192,14 +153,14 @@ def _tile_kernel(
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < DIM
-    inside = is_dim[:, None] & is_row[None, :]  # [PADDED_DIM, BLOCK_ROWS]
+    inside = is_row[:, None] & is_dim[None, :]  # [BLOCK_ROWS, PADDED_DIM]
 
     # There are at least as many slots as sequences: program i also clears sequence i where it is empty.
     if slot < num_sequences:
         if tl.load(reduce_info + 2 * slot + 1) == 0:
             out_at = (slot * QUERY_LENGTH + position).to(tl.int64)
-            pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[None, :] + dim[:, None]
-            tl.store(pointers, tl.zeros((PADDED_DIM, BLOCK_ROWS), output.dtype.element_ty), mask=inside)
+            pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[:, None] + dim[None, :]
+            tl.store(pointers, tl.zeros((BLOCK_ROWS, PADDED_DIM), output.dtype.element_ty), mask=inside)
             if HAS_LSE:
                 nothing = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
                 tl.store(lse + out_at * lse_row + head, nothing, mask=is_row)
@@ -246,7 +207,7 @@ def _tile_kernel(
         exponent = tl.minimum(exponent, 253)
         queries *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
         row_scale *= (exponent << 23).to(tl.float32, bitcast=True)
-    queries = tl.trans(queries.to(SCORE))  # [PADDED_DIM, BLOCK_ROWS]
+    queries = queries.to(SCORE)
 
     keys += kv_head_at * key_head * VECTOR
     values += kv_head_at * value_head * VECTOR
@@ -260,94 +221,66 @@ def _tile_kernel(
     # Where 16 tokens' values share a vector, the vector at the end is left to a step of its own, which can afford to
     # select; a select in the loop would send all values through registers and shared memory once more.
     loop_end = end // 16 * 16 if TOKENS_INNER else end
-    tail_page = tl.load(table + loop_end // PAGE, mask=loop_end < end, other=0).to(tl.int64)
-
     step = tl.arange(0, BLOCK_TOKENS)
-    in_page = step % PAGE
-    if CHUNKED_KEYS:
-        keys_at = _chunk_offsets(in_page, key_token, key_chunk, DIM // KEY_X, KEY_X, VECTOR)
-    else:
-        keys_at = _key_offsets(in_page, dim, key_token, key_chunk, KEY_X, VECTOR)
-    values_at = _value_offsets(
-        step, dim, value_chunk, value_token, value_dim, CHUNKS, VALUE_X, VECTOR, TOKEN_VECTOR, DIM_VECTOR
-    )
     largest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    result = tl.zeros((PADDED_DIM, BLOCK_ROWS), tl.float32)
+    result = tl.zeros((BLOCK_ROWS, PADDED_DIM), tl.float32)
+    # Pages are looked up a step ahead: a lookup within the step would take half of the pipeline's depth.
+    page = step_pages(table, begin, loop_end, lowest, PAGE, BLOCK_TOKENS, PER_PAGE, HAS_WINDOW)
     for first in tl.range(begin, loop_end, BLOCK_TOKENS, num_stages=NUM_STAGES):
-        token = first + step
-        if TOKENS_INNER:
-            # Judged by vectors, so that whole vectors are loaded; the loop ends with one.
-            is_loaded = step // 16 * 16 < loop_end - first
-        else:
-            is_loaded = token < loop_end
-        if PAGE >= BLOCK_TOKENS:
-            # All in one page, which holds a token that is seen.
-            page = tl.load(table + first // PAGE).to(tl.int64)
-            skipped = first // BLOCK_TOKENS % (PAGE // BLOCK_TOKENS) * BLOCK_TOKENS
-            key_tile = keys + page * key_block * VECTOR + skipped.to(tl.int64) * key_token * VECTOR + keys_at
-            value_tile = values + page * value_block * VECTOR
-            value_tile += _value_skip(skipped, value_chunk, value_token, VALUE_X, VECTOR, TOKEN_VECTOR) + values_at
-        else:
-            if HAS_WINDOW:
-                # Pages that lie before every window may have been given away.
-                is_loaded = is_loaded & (step // PAGE * PAGE + PAGE > lowest - first)
-            page = tl.load(table + token // PAGE, mask=is_loaded, other=0).to(tl.int64)
-            if TOKENS_INNER:
-                page = tl.max_constancy(page, 16)
-            skipped = 0
-            if CHUNKED_KEYS:
-                key_tile = keys + (page * key_block * VECTOR)[None, :, None] + keys_at
-            else:
-                key_tile = keys + (page * key_block * VECTOR)[:, None] + keys_at
-            value_tile = values + (page * value_block * VECTOR)[:, None] + values_at
-        if DIM == PADDED_DIM:
-            is_element = is_loaded[:, None]
-        else:
-            is_element = is_loaded[:, None] & is_dim[None, :]
-        if CHUNKED_KEYS:
-            tile_keys = tl.permute(tl.load(key_tile, mask=is_loaded[None, :, None], other=0.0), (1, 0, 2))
-            tile_keys = _widen(tl.reshape(tile_keys, (BLOCK_TOKENS, DIM)), SCORE, E4M3_BITS, FNUZ)
-        else:
-            tile_keys = _widen(tl.load(key_tile, mask=is_element, other=0.0), SCORE, E4M3_BITS, FNUZ)
-        tile_values = _widen(tl.load(value_tile, mask=is_element, other=0.0), PROBABILITY, E4M3_BITS, FNUZ)
+        tile_keys = load_keys(
+            keys, page, first, key_block, key_token, key_chunk,
+            KEY_RUNS, PER_PAGE, DIM, PADDED_DIM, PAGE, KEY_X, VECTOR, BLOCK_TOKENS,
+        )  # fmt: skip
+        tile_values = load_values(
+            values, page, first, loop_end, lowest, value_block, value_chunk, value_token, value_dim,
+            VALUE_RUNS, PER_PAGE, TOKENS_INNER, HAS_WINDOW, DIM, PADDED_DIM, PAGE, VALUE_X, VECTOR, BLOCK_TOKENS,
+        )  # fmt: skip
         token_key_scale = None
         token_value_scale = None
-        if KEY_SCALE == "token":
-            scale_at = page * key_scale_block + (skipped + in_page).to(tl.int64) * key_scale_token
-            token_key_scale = tl.load(key_scale + scale_at, mask=is_loaded, other=0.0)
-        if VALUE_SCALE == "token":
-            scale_at = page * value_scale_block + (skipped + in_page).to(tl.int64) * value_scale_token
-            token_value_scale = tl.load(value_scale + scale_at, mask=is_loaded, other=0.0)
+        if KEY_SCALE == "token" or VALUE_SCALE == "token":
+            block = pages_of_tokens(page, PAGE, BLOCK_TOKENS, PER_PAGE)
+            place = (first + step) % PAGE
+            is_read = first + step < loop_end
+            if HAS_WINDOW:
+                is_read = is_read & (step // PAGE * PAGE + PAGE > lowest - first)
+            if KEY_SCALE == "token":
+                scale_at = block * key_scale_block + place.to(tl.int64) * key_scale_token
+                token_key_scale = tl.load(key_scale + scale_at, mask=is_read, other=0.0)
+            if VALUE_SCALE == "token":
+                scale_at = block * value_scale_block + place.to(tl.int64) * value_scale_token
+                token_value_scale = tl.load(value_scale + scale_at, mask=is_read, other=0.0)
+        page = step_pages(table, first + BLOCK_TOKENS, loop_end, lowest, PAGE, BLOCK_TOKENS, PER_PAGE, HAS_WINDOW)
         largest, total, result = _attend(
-            tile_keys, tile_values, token_key_scale, token_value_scale, queries, row_scale,
-            token, low, tl.minimum(high, loop_end), largest, total, result, PROBABILITY, BIAS, UPCAST,
+            tl.trans(_widen(tile_keys, SCORE, E4M3_BITS, FNUZ)), _widen(tile_values, PROBABILITY, E4M3_BITS, FNUZ),
+            token_key_scale, token_value_scale, queries, row_scale, first + step, low, tl.minimum(high, loop_end),
+            largest, total, result, PROBABILITY, BIAS, UPCAST,
         )  # fmt: skip
     if TOKENS_INNER:
         if loop_end < end:
-            tail_step = tl.arange(0, 16)
-            tail_token = loop_end + tail_step
+            tail_page = tl.load(table + loop_end // PAGE)
+            tail_token = loop_end + tl.arange(0, 16)
             is_tail = tail_token < end
-            tail_skip = loop_end // 16 % (PAGE // 16) * 16
-            tail_at = keys + tail_page * key_block * VECTOR + tail_skip.to(tl.int64) * key_token * VECTOR
-            tail_at += _key_offsets(tail_step, dim, key_token, key_chunk, KEY_X, VECTOR)
-            tail_keys = tl.load(tail_at, mask=is_tail[:, None] & is_dim[None, :], other=0.0)
-            tail_at = values + tail_page * value_block * VECTOR
-            tail_at += _value_skip(tail_skip, value_chunk, value_token, VALUE_X, VECTOR, TOKEN_VECTOR)
-            tail_at += _value_offsets(
-                tail_step, dim, value_chunk, value_token, value_dim, CHUNKS, VALUE_X, VECTOR, TOKEN_VECTOR, DIM_VECTOR
-            )
-            tail_values = _widen(tl.load(tail_at, mask=is_dim[None, :], other=0.0), PROBABILITY, E4M3_BITS, FNUZ)
+            tail_keys = load_keys(
+                keys, tail_page, loop_end, key_block, key_token, key_chunk,
+                KEY_RUNS, PER_PAGE, DIM, PADDED_DIM, PAGE, KEY_X, VECTOR, 16,
+            )  # fmt: skip
+            tail_values = load_values(
+                values, tail_page, loop_end, loop_end + 16, lowest, value_block, value_chunk, value_token, value_dim,
+                VALUE_RUNS, PER_PAGE, TOKENS_INNER, HAS_WINDOW, DIM, PADDED_DIM, PAGE, VALUE_X, VECTOR, 16,
+            )  # fmt: skip
+            tail_values = tl.where(is_tail[:, None], _widen(tail_values, PROBABILITY, E4M3_BITS, FNUZ), 0.0)
             tail_key_scale = None
             tail_value_scale = None
+            tail_place = (tail_token % PAGE).to(tl.int64)
             if KEY_SCALE == "token":
-                scale_at = tail_page * key_scale_block + (tail_skip + tail_step).to(tl.int64) * key_scale_token
+                scale_at = tail_page.to(tl.int64) * key_scale_block + tail_place * key_scale_token
                 tail_key_scale = tl.load(key_scale + scale_at, mask=is_tail, other=0.0)
             if VALUE_SCALE == "token":
-                scale_at = tail_page * value_scale_block + (tail_skip + tail_step).to(tl.int64) * value_scale_token
+                scale_at = tail_page.to(tl.int64) * value_scale_block + tail_place * value_scale_token
                 tail_value_scale = tl.load(value_scale + scale_at, mask=is_tail, other=0.0)
             largest, total, result = _attend(
-                _widen(tail_keys, SCORE, E4M3_BITS, FNUZ), tl.where(is_tail[:, None], tail_values, 0.0),
+                tl.trans(_widen(tail_keys, SCORE, E4M3_BITS, FNUZ)), tail_values,
                 tail_key_scale, tail_value_scale, queries, row_scale, tail_token, low, high,
                 largest, total, result, PROBABILITY, BIAS, UPCAST,
             )  # fmt: skip
@@ -365,13 +298,13 @@ def _tile_kernel(
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf")).to(tl.float32)
         weight, row_lse = normalise(largest, total, sink)
         out_at = (sequence * QUERY_LENGTH + position).to(tl.int64)
-        pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[None, :] + dim[:, None]
-        tl.store(pointers, (result * weight[None, :]).to(output.dtype.element_ty), mask=inside)
+        pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[:, None] + dim[None, :]
+        tl.store(pointers, (result * weight[:, None]).to(output.dtype.element_ty), mask=inside)
         if HAS_LSE:
             tl.store(lse + out_at * lse_row + head, row_lse, mask=is_row)
     elif partial_out is not None:
         partial_at = (slot.to(tl.int64) * KV_HEADS + kv_head) * ROWS + row
-        tl.store(partial_out + (partial_at * DIM)[None, :] + dim[:, None], result, mask=inside)
+        tl.store(partial_out + (partial_at * DIM)[:, None] + dim[None, :], result, mask=inside)
         tl.store(partial_stats + 2 * partial_at, largest, mask=is_row)
         tl.store(partial_stats + 2 * partial_at + 1, total, mask=is_row)
 
@@ -386,6 +319,9 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     bf16 = problem.value_scale == TOKEN if is_e4m3 else problem.cache_dtype == torch.bfloat16
     tokens_inner = problem.layout in (CHUNKED, PLAIN_V)
     vector, strides = _vectors(keys, values, tokens_inner)
+    # Runs: the elements of a page's tokens at one chunk of keys, or of a chunk of tokens' values, without a gap.
+    key_runs = tokens_inner and vector == keys.shape[4] == keys.stride(2)
+    value_runs = problem.layout == CHUNKED and vector == values.shape[3] == values.stride(4)
     partials = args.scratch() if problem.max_partitions > 1 else None
     output, query, lse = args.output, args.query, args.lse
     _tile_kernel[(problem.capacity * problem.num_kv_heads * triton.cdiv(rows, block_rows),)](
@@ -398,6 +334,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         KV_HEADS=problem.num_kv_heads, GROUP=problem.group, QUERY_LENGTH=problem.query_length,
         DIM=problem.head_dim, PADDED_DIM=triton.next_power_of_2(problem.head_dim),
         PAGE=problem.page, KEY_X=keys.shape[4], VALUE_X=values.shape[3], VECTOR=vector, TOKENS_INNER=tokens_inner,
+        KEY_RUNS=key_runs, VALUE_RUNS=value_runs,
         TILE=problem.tile, BLOCK_TOKENS=config.block_tokens, BLOCK_ROWS=block_rows, NUM_STAGES=config.num_stages,
         CAUSAL=problem.causal, HAS_WINDOW=problem.window > 0, HAS_SINKS=problem.has_sinks, HAS_LSE=problem.has_lse,
         KEY_SCALE=problem.key_scale, VALUE_SCALE=problem.value_scale, E4M3=is_e4m3, E4M3_BITS=bits,
