@@ -38,6 +38,11 @@ SETTINGS = (
     Setting(
         "KVSCOUT_AOT_ONLY", "0", "1 makes a CuTe DSL kernel that is not in that folder an error: nothing is compiled"
     ),
+    Setting(
+        "KVSCOUT_PA_CLUSTER_MERGE",
+        "1",
+        "0 keeps the tile kernels of pa_decode from merging partial results themselves: a second kernel does",
+    ),
     Setting("XDG_CACHE_HOME", "~/.cache", "folder that kvscout's lies in where KVSCOUT_CACHE_DIR is not set"),
     Setting("CC", "cc, gcc or clang", "C compiler that links CuTe DSL kernels"),
     Setting(
@@ -88,9 +93,22 @@ def aot_only() -> bool:
     Raises:
         WrongVariable: the variable says neither yes nor no.
     """
-    value = os.environ.get("KVSCOUT_AOT_ONLY", "0")
+    return _switch("KVSCOUT_AOT_ONLY", "0")
+
+
+def pa_cluster_merge() -> bool:
+    """Whether tile kernels of ``pa_decode`` may merge partial results themselves.
+
+    Raises:
+        WrongVariable: the variable says neither yes nor no.
+    """
+    return _switch("KVSCOUT_PA_CLUSTER_MERGE", "1")
+
+
+def _switch(name: str, default: str) -> bool:
+    value = os.environ.get(name, default)
     if value.lower() not in (*ON, *OFF):
-        raise WrongVariable(f"KVSCOUT_AOT_ONLY: expected 0, 1, true, false, on, off, yes or no, got {value!r}")
+        raise WrongVariable(f"{name}: expected 0, 1, true, false, on, off, yes or no, got {value!r}")
     return value.lower() in ON
 
 
@@ -110,7 +128,7 @@ def c_compiler() -> list[str]:
 def wrong() -> dict[str, str]:
     """Every variable that is set to a value that means nothing, with the sentence that says so."""
     found = {}
-    for read in (cache_dir, aot_only, c_compiler):
+    for read in (cache_dir, aot_only, pa_cluster_merge, c_compiler):
         try:
             read()
         except WrongVariable as error:

@@ -31,7 +31,7 @@ SCHEMAS = {
         "Tensor block_tables, float softmax_scale, SymInt query_length, Tensor work_info, Tensor reduce_info, "
         "Tensor arrival_counters, SymInt[] plan_numbers, Tensor? key_scale, Tensor? value_scale, float? key_factor, "
         "float? value_factor, Tensor? sinks, SymInt sliding_window, bool causal, Tensor(b!)? lse, str kv_layout, "
-        "str variant) -> ()"
+        "str variant, SymInt? max_context_length) -> ()"
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import env, fp8
 
@@ -28,6 +29,30 @@ def has_native_e4m3(arch: str, dtype: torch.dtype) -> bool:
     if dtype == fp8.FNUZ:
         return arch == "gfx942"
     return arch in ("gfx950", "gfx1250") or (arch.startswith("sm_") and int(arch[3:]) >= 89)
+
+
+def dependent_launch(arch: str) -> tuple[bool, dict[str, bool]]:
+    """Whether kernels may start before those ahead of them on the stream have ended, and the launch option for it.
+
+    A kernel launched so calls :func:`wait_for_predecessor` before it touches memory that others write, and
+    :func:`launch_dependents` once what it still has to do leaves room for the next one.
+    """
+    can = arch.startswith("sm_") and int(arch[3:]) >= 90
+    return can, {"launch_pdl": True} if can else {}
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT: tl.constexpr):
+    """Wait until the kernels ahead have ended and what they wrote can be seen; every program must, and must first."""
+    if DEPENDENT:
+        gdc_wait()
+
+
+@triton.jit
+def launch_dependents(DEPENDENT: tl.constexpr):
+    """Let the next kernel start once every program has said so or ended."""
+    if DEPENDENT:
+        gdc_launch_dependents()
 
 
 def e4m3_operand(x: torch.Tensor, native: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks, fp8, paging, torch_ops
+from ... import checks, env, fp8, paging, torch_ops
 from ...device import arch_of
 from ...variants import AUTO, Family
 from ..pa_plan.plan import PADecodePlan
@@ -43,7 +43,11 @@ class PlanNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What variants decide on. A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor."""
+    """What variants decide on. A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor.
+
+    ``max_partitions`` is 1 where no sequence of the call can be split, whatever the plan. ``merge_in_tile`` lets a
+    variant's tile kernel merge partial results itself; else a second kernel must.
+    """
 
     arch: str
     num_sequences: int
@@ -64,6 +68,7 @@ class Problem:
     value_scale: str = NONE
     has_sinks: bool = False
     has_lse: bool = False
+    merge_in_tile: bool = True
 
     @property
     def group(self) -> int:
@@ -101,6 +106,7 @@ class Call(NamedTuple):
     lse: Tensor | None = None
     kv_layout: str = paging.AUTO
     variant: str = AUTO
+    max_context_length: int | None = None
 
 
 class Args(NamedTuple):
@@ -186,7 +192,8 @@ def pa_decode(
         sliding_window: W, the tokens that a query sees, its own included; 0 and -1 are no window.
         causal: False lets a query see the tokens after its own too.
         lse: float32 ``[B * QL, Hq]`` to write into, natural logarithm; last dimension contiguous.
-        max_context_length: a bound on ``context_lengths`` that the host knows. Results never depend on it.
+        max_context_length: a bound on ``context_lengths`` that the host knows, for all replays of a graph. Where it
+            leaves no sequence to be split, nothing is launched to merge. Contexts beyond it give right rows or NaN.
         kv_layout: "chunked", "plain_v", "nhd", "hnd", or "auto" to tell by the caches' shapes.
         variant: a variant's name (see ``kvscout info``), or "auto": ``KVSCOUT_PA_DECODE_VARIANT`` or the best fit.
 
@@ -223,14 +230,13 @@ def pa_decode(
     """
     if not isinstance(work_plan, PADecodePlan):
         raise TypeError(f"work_plan: expected a PADecodePlan, got {type(work_plan).__name__}")
-    if max_context_length is not None:
-        checks.integer("max_context_length", max_context_length, 0)
     key_scale, key_factor = _tensor_and_factor(key_scale)
     value_scale, value_factor = _tensor_and_factor(value_scale)
     call = Call(
         output, query, key_cache, value_cache, context_lengths, block_tables, softmax_scale, query_length,
         work_plan.work_info, work_plan.reduce_info, work_plan.arrival_counters, plan_numbers(work_plan),
         key_scale, value_scale, key_factor, value_factor, sinks, sliding_window, causal, lse, kv_layout, variant,
+        max_context_length,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         # A traced call cannot hand over what the plan keeps: the op makes scratch of its own.
@@ -267,6 +273,8 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
     checks.boolean("causal", call.causal)
     checks.integer("sliding_window", call.sliding_window, -1, INT64_MAX)
     checks.number("softmax_scale", call.softmax_scale)
+    if call.max_context_length is not None:
+        checks.integer("max_context_length", call.max_context_length, 0)
     checks.tensor("query", query, ("B * QL", "Hq", "D"), DTYPES)
     num_rows, num_heads, head_dim = query.shape
     device = query.device
@@ -312,7 +320,7 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
         layout=kv.layout,
         page=kv.page,
         capacity=call.work_info.shape[0],
-        max_partitions=plan.max_partitions,
+        max_partitions=plan.max_partitions if _can_split(plan, call, window) else 1,
         tile=plan.tile,
         window=window,
         causal=call.causal,
@@ -320,6 +328,7 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
         value_scale=value_kind,
         has_sinks=sinks is not None,
         has_lse=lse is not None,
+        merge_in_tile=env.pa_cluster_merge(),
     )
     args = Args(
         output=output,
@@ -359,6 +368,17 @@ def _check_plan(plan: PlanNumbers, call: Call, window: int) -> None:
     for name, (planned, called) in made_for.items():
         if planned != called:
             raise ValueError(f"work_plan: expected a plan made for {name} of {called}, got one made for {planned}")
+
+
+def _can_split(plan: PlanNumbers, call: Call, window: int) -> bool:
+    """Whether a sequence may have more than one task: by plan and slots, by its tiles, or those its windows touch."""
+    tiles = [INT32_MAX]
+    if call.max_context_length is not None:
+        tiles.append(-(-call.max_context_length // plan.tile))
+    if window:
+        # The tokens that a sequence's queries see, wherever they begin in a tile.
+        tiles.append((window + plan.query_length - 2 + plan.tile - 1) // plan.tile + 1)
+    return min(plan.max_partitions, call.work_info.shape[0], *tiles) > 1
 
 
 def _pages(call: Call, planned_heads: int) -> paging.Pages:

@@ -25,6 +25,11 @@ CASES += [
     PaDecodeCase((300,), dim=256, cache="bf16", page=64, **wide),
     PaDecodeCase((300,), dim=512, layout="hnd", **wide),
 ]
+CASES += [
+    PaDecodeCase((0, 300), splits=(132, 1), label="one slot a sequence", **wide),
+    PaDecodeCase((300, 300), splits=(1, 264), label="one partition", **wide),
+    PaDecodeCase((3000, 300), window=1, label="one tile", **wide),
+]
 found = []
 for case in CASES:
     prepared = case.prepare(torch.device("cpu"))
@@ -35,7 +40,8 @@ for case in CASES:
             found.append({
                 "arch": arch, "case": case.name, "kernel": kernel.name, "stack": kernel.stack, "shared": kernel.shared,
                 "wgmma": kernel.count("HGMMA"), "mma": kernel.count("HMMA"), "copies": kernel.count("LDGSTS"),
-                "torch_ops": launch.torch_ops,
+                "torch_ops": launch.torch_ops, "atomics": kernel.count("ATOMG"),
+                "waits": kernel.count("ACQBULK"), "triggers": kernel.count("PREEXIT"),
             })
 print(json.dumps(found))
 """
@@ -51,7 +57,7 @@ def compiled(run_python):
 @pytest.mark.slow
 def test_two_kernels_that_fit_and_do_not_spill(compiled):
     assert {row["arch"] for row in compiled} == {"sm_80", "sm_90"}
-    assert len(compiled) == 2 * 2 * 11
+    assert len(compiled) == 2 * (2 * 11 + 3)
     for row in compiled:
         assert row["torch_ops"] == [], row
         assert row["shared"] <= SHARED_BYTES[row["arch"]], row
@@ -61,7 +67,27 @@ def test_two_kernels_that_fit_and_do_not_spill(compiled):
 @pytest.mark.slow
 def test_tiles_are_copied_asynchronously_into_matrix_instructions(compiled):
     tiles = [row for row in compiled if "tile" in row["kernel"]]
-    assert len(tiles) == 2 * 11
+    assert len(tiles) == 2 * 14
     for row in tiles:
         assert row["copies"] > 0, row
-        assert row["wgmma" if row["arch"] == "sm_90" else "mma"] > 0, row
+        assert row["wgmma"] + row["mma"] > 0, row
+        # Instructions that read shared memory take 64 rows, so they are for that many.
+        assert (row["wgmma"] > 0) == (row["arch"] == "sm_90" and "-ql4" in row["case"]), row
+
+
+@pytest.mark.slow
+def test_what_is_not_split_or_merged_by_its_last_program_is_one_kernel(compiled):
+    kernels = {}
+    for row in compiled:
+        kernels.setdefault((row["arch"], row["case"]), []).append(row)
+    for (_, case), found in kernels.items():
+        assert len(found) == (1 if case.startswith("one ") else 2), case
+        arrives = any(row["atomics"] for row in found)
+        assert arrives == (case == "one slot a sequence"), case
+
+
+@pytest.mark.slow
+def test_kernels_start_while_those_ahead_end_where_the_gpu_can(compiled):
+    for row in compiled:
+        assert (row["waits"] > 0) == (row["arch"] == "sm_90"), row
+        assert (row["triggers"] > 0) == (row["arch"] == "sm_90"), row

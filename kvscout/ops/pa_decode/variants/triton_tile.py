@@ -24,12 +24,21 @@ import triton
 import triton.language as tl
 
 from .... import fp8
-from ....kernels.triton import INTERPRET, dot, e4m3_operand, e4m3_to_float16, has_native_e4m3
+from ....kernels.triton import (
+    INTERPRET,
+    dependent_launch,
+    dot,
+    e4m3_operand,
+    e4m3_to_float16,
+    has_native_e4m3,
+    launch_dependents,
+    wait_for_predecessor,
+)
 from ....paging import CHUNKED, PLAIN_V
 from ....variants import Variant
 from ..api import HEAD, SCALAR, TOKEN, Args, Problem
 from ..triton_loads import load_keys, load_values, pages_of_tokens, step_pages
-from ..triton_parts import LOG2E, merge, normalise
+from ..triton_merge import LOG2E, MERGE_BLOCK, merge, merge_rows, store_rows
 
 # Probabilities are kept times 2^15 in float16, so that those down to 2^-29 still have all of its bits.
 FLOAT16_BIAS = 15
@@ -37,21 +46,43 @@ FLOAT16_BIAS = 15
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+MANY_PROGRAMS = 1024
+
 # GPUs whose shared memory has room for a deeper ring: 227 KB per multiprocessor.
 LARGE_SHARED_MEMORY = ("sm_90", "sm_100")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens per step, most query rows per program, warps, and pipeline stages (looking up a page is one of them)."""
+    """How a tile is cut, and who merges.
+
+    Attributes:
+        block_tokens: tokens per step.
+        block_rows: most query rows per program.
+        num_warps: warps per program.
+        num_stages: stages of the pipeline: steps under way.
+        last_merges: the last program of a row's partitions merges them, instead of a second kernel.
+    """
 
     block_tokens: int
     block_rows: int
     num_warps: int
     num_stages: int
+    last_merges: bool = False
 
 
 def _default_config(problem: Problem) -> Config:
+    """What :func:`_tile` says, and who merges.
+
+    A plan with as many slots as sequences splits one only where another is empty. Then a second kernel would cost its
+    launch for nothing. Elsewhere the rows of a split are better merged by as many programs as there are rows.
+    """
+    # Not on AMD, where a program's barrier does not order all of its waves' stores before one wave's release.
+    can = problem.merge_in_tile and not problem.arch.startswith("gfx")
+    return replace(_tile(problem), last_merges=can and problem.capacity == problem.num_sequences)
+
+
+def _tile(problem: Problem) -> Config:
     # What was not timed on an H200 is chosen by what compiles without spilling registers, and into gfx942's 64 KB LDS.
     is_e4m3 = problem.cache_dtype in fp8.E4M3
     if problem.arch not in LARGE_SHARED_MEMORY:
@@ -66,17 +97,30 @@ def _default_config(problem: Problem) -> Config:
     # rows of instructions that read shared memory: fewer instructions, but each step waits for all copies under way.
     if problem.rows_per_head > 32:
         return Config(64, 64, 4, 3)
-    return Config(128, 32, 4, 3) if is_e4m3 else Config(64, 32, 4, 3)
+    # So many programs hide each other's latency, and warps that share less wait less for each other: 1024 rows of 2048
+    # tokens took 108 us with two warps and 133 with four (bf16 143 and 162).
+    if problem.capacity * problem.num_kv_heads >= MANY_PROGRAMS:
+        return Config(64, 32, 2, 4 if is_e4m3 else 3)
+    # Times of the bench cases relative to the best config: within 1.09, dense ones of e4m3 within 1.04.
+    if not is_e4m3:
+        return Config(64, 32, 4, 3)
+    # Registers suffice for 128 tokens of e4m3 where nothing else needs them.
+    by_token = TOKEN in (problem.key_scale, problem.value_scale)
+    if problem.layout == CHUNKED and problem.rows_per_head <= 16 and not by_token:
+        return Config(128, 32, 4, 3)
+    return Config(32 if by_token and problem.layout == PLAIN_V else 64, 32, 4, 4)
 
 
 def _space(problem: Problem) -> Iterable[Config]:
     default = _default_config(problem)
-    yield replace(default, block_rows=16)
+    if problem.merge_in_tile and not problem.arch.startswith("gfx"):
+        yield replace(default, last_merges=not default.last_merges)
     if problem.head_dim <= 128:
         yield replace(default, block_tokens=32)
-        yield replace(default, block_tokens=64)
+        yield replace(default, block_tokens=64, num_warps=2)
+        yield replace(default, block_tokens=64, block_rows=16)
     if problem.head_dim <= 128 and problem.arch in LARGE_SHARED_MEMORY:
-        yield replace(default, block_tokens=128, num_warps=8, num_stages=3)
+        yield replace(default, block_tokens=128, num_warps=8, num_stages=2)
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -124,7 +168,7 @@ def _widen(x, DTYPE: tl.constexpr, E4M3_BITS: tl.constexpr, FNUZ: tl.constexpr):
 @triton.jit
 def _tile_kernel(
     output, lse, partial_out, partial_stats, query, keys, values, block_tables, work_info, reduce_info,
-    key_scale, value_scale, sinks, softmax_scale, value_factor, window, num_sequences,
+    arrival_counters, key_scale, value_scale, sinks, softmax_scale, value_factor, window, num_sequences,
     out_row, out_head, lse_row, query_row, query_head, table_row,
     key_block, key_head, key_token, key_chunk, value_block, value_head, value_chunk, value_token, value_dim,
     key_scale_block, key_scale_head, key_scale_token, value_scale_block, value_scale_head, value_scale_token,
@@ -136,6 +180,7 @@ def _tile_kernel(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, E4M3: tl.constexpr, E4M3_BITS: tl.constexpr,
     FNUZ: tl.constexpr, SCORE: tl.constexpr, PROBABILITY: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
+    LAST_MERGES: tl.constexpr, MERGE_LANES: tl.constexpr, COUNTER_STRIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERY_LENGTH * GROUP
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -155,6 +200,7 @@ def _tile_kernel(
     is_dim = dim < DIM
     inside = is_row[:, None] & is_dim[None, :]  # [BLOCK_ROWS, PADDED_DIM]
 
+    wait_for_predecessor(DEPENDENT)
     # There are at least as many slots as sequences: program i also clears sequence i where it is empty.
     if slot < num_sequences:
         if tl.load(reduce_info + 2 * slot + 1) == 0:
@@ -285,6 +331,7 @@ def _tile_kernel(
                 largest, total, result, PROBABILITY, BIAS, UPCAST,
             )  # fmt: skip
 
+    launch_dependents(DEPENDENT)
     total *= 1.0 / (1 << BIAS)
     factor = value_factor * (1.0 / (1 << BIAS))
     if VALUE_SCALE == "scalar":
@@ -292,26 +339,37 @@ def _tile_kernel(
     if VALUE_SCALE == "head":
         factor *= tl.load(value_scale + kv_head_at * value_scale_head)
     result *= factor
-    if partitions == 1:
-        sink = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_row, other=float("-inf")).to(tl.float32)
-        weight, row_lse = normalise(largest, total, sink)
-        out_at = (sequence * QUERY_LENGTH + position).to(tl.int64)
-        pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[:, None] + dim[None, :]
-        tl.store(pointers, (result * weight[:, None]).to(output.dtype.element_ty), mask=inside)
-        if HAS_LSE:
-            tl.store(lse + out_at * lse_row + head, row_lse, mask=is_row)
-    elif partial_out is not None:
+    if partitions > 1 and partial_out is not None:
         partial_at = (slot.to(tl.int64) * KV_HEADS + kv_head) * ROWS + row
         tl.store(partial_out + (partial_at * DIM)[:, None] + dim[None, :], result, mask=inside)
         tl.store(partial_stats + 2 * partial_at, largest, mask=is_row)
         tl.store(partial_stats + 2 * partial_at + 1, total, mask=is_row)
+        if LAST_MERGES:
+            # All of the program's stores come before its arrival, which releases them to whoever arrives last.
+            tl.debug_barrier()
+            counter = arrival_counters + (sequence * KV_HEADS + kv_head) * COUNTER_STRIDE + first_row // BLOCK_ROWS
+            if tl.atomic_add(counter, 1, sem="acq_rel") == partitions - 1:
+                tl.store(counter, 0)
+                merge_rows(
+                    output, lse, partial_out, partial_stats, sinks, tl.load(reduce_info + 2 * sequence), partitions,
+                    sequence, kv_head, first_row, tl.minimum(first_row + BLOCK_ROWS, ROWS), out_row, out_head, lse_row,
+                    KV_HEADS, GROUP, QUERY_LENGTH, DIM, PADDED_DIM, MERGE_LANES, 2, HAS_SINKS, HAS_LSE,
+                )  # fmt: skip
+    else:
+        if partial_out is None:
+            # More than one partition breaks a promise of the caller.
+            result += tl.where(partitions == 1, 0.0, float("nan"))
+        store_rows(
+            output, lse, sinks, result, largest, total, sequence, kv_head, row, out_row, out_head, lse_row,
+            GROUP, QUERY_LENGTH, DIM, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip
 
 
 def _launch(problem: Problem, config: Config, args: Args) -> None:
     rows = problem.rows_per_head
     block_rows = min(config.block_rows, max(16, triton.next_power_of_2(rows)))
+    row_blocks = triton.cdiv(rows, block_rows)
+    padded_dim = triton.next_power_of_2(problem.head_dim)
     is_e4m3 = problem.cache_dtype in fp8.E4M3
     bits = is_e4m3 and not has_native_e4m3(problem.arch, problem.cache_dtype)
     keys, values = (e4m3_operand(cache, not bits) for cache in (args.kv.keys, args.kv.values))
@@ -323,16 +381,18 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     key_runs = tokens_inner and vector == keys.shape[4] == keys.stride(2)
     value_runs = problem.layout == CHUNKED and vector == values.shape[3] == values.stride(4)
     partials = args.scratch() if problem.max_partitions > 1 else None
+    last_merges = config.last_merges and partials is not None and row_blocks <= args.arrival_counters.shape[2]
+    dependent, option = dependent_launch(problem.arch)
     output, query, lse = args.output, args.query, args.lse
-    _tile_kernel[(problem.capacity * problem.num_kv_heads * triton.cdiv(rows, block_rows),)](
+    _tile_kernel[(problem.capacity * problem.num_kv_heads * row_blocks,)](
         output, lse, *(partials or (None, None)), query, keys, values, args.block_tables,
-        args.work_info, args.reduce_info, args.key_scale, args.value_scale, args.sinks,
+        args.work_info, args.reduce_info, args.arrival_counters, args.key_scale, args.value_scale, args.sinks,
         args.softmax_scale * args.key_factor, args.value_factor, problem.window, problem.num_sequences,
         output.stride(0), output.stride(1), 0 if lse is None else lse.stride(0), query.stride(0), query.stride(1),
         args.block_tables.stride(0), *strides,
         *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
         KV_HEADS=problem.num_kv_heads, GROUP=problem.group, QUERY_LENGTH=problem.query_length,
-        DIM=problem.head_dim, PADDED_DIM=triton.next_power_of_2(problem.head_dim),
+        DIM=problem.head_dim, PADDED_DIM=padded_dim,
         PAGE=problem.page, KEY_X=keys.shape[4], VALUE_X=values.shape[3], VECTOR=vector, TOKENS_INNER=tokens_inner,
         KEY_RUNS=key_runs, VALUE_RUNS=value_runs,
         TILE=problem.tile, BLOCK_TOKENS=config.block_tokens, BLOCK_ROWS=block_rows, NUM_STAGES=config.num_stages,
@@ -340,9 +400,11 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         KEY_SCALE=problem.key_scale, VALUE_SCALE=problem.value_scale, E4M3=is_e4m3, E4M3_BITS=bits,
         FNUZ=problem.cache_dtype == fp8.FNUZ, SCORE=tl.float16 if is_e4m3 else _TYPES[problem.cache_dtype],
         PROBABILITY=tl.bfloat16 if bf16 else tl.float16, BIAS=0 if bf16 else FLOAT16_BIAS, UPCAST=INTERPRET,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        LAST_MERGES=last_merges, MERGE_LANES=MERGE_BLOCK // padded_dim,
+        COUNTER_STRIDE=args.arrival_counters.shape[2], DEPENDENT=dependent,
+        num_warps=config.num_warps, num_stages=config.num_stages, **option,
     )  # fmt: skip
-    if partials is not None:
+    if partials is not None and not last_merges:
         merge(problem, args, *partials)
 
 
