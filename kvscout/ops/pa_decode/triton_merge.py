@@ -141,7 +141,6 @@ def _merge_kernel(
     kv_head = program // ROW_BLOCKS % KV_HEADS
     sequence = program // (ROW_BLOCKS * KV_HEADS)
     wait_for_predecessor(DEPENDENT)
-    launch_dependents(DEPENDENT)
     first_slot = tl.load(reduce_info + 2 * sequence)
     count = tl.load(reduce_info + 2 * sequence + 1)
     if count < 2:
@@ -151,6 +150,8 @@ def _merge_kernel(
         first_row, tl.minimum(first_row + BLOCK_ROWS, ROWS), out_row, out_head, lse_row,
         KV_HEADS, GROUP, QUERY_LENGTH, DIM, PADDED_DIM, LANES, 1, HAS_SINKS, HAS_LSE,
     )  # fmt: skip
+    # Not before: a tile kernel that starts while others' rows are merged piles up on the SMs that are free by then.
+    launch_dependents(DEPENDENT)
 
 
 def merge(problem: Problem, args: Args, partial_out: torch.Tensor, partial_stats: torch.Tensor) -> None:
