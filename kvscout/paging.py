@@ -88,13 +88,10 @@ def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int,
         checks.tensor("key_cache", key_cache, ("blocks", num_kv_heads, "D/x", "page", x), CACHE_DTYPES)
         blocks, _, chunks, page, _ = shape
         dim = chunks * x
-        keys = key_cache.permute(0, 1, 3, 2, 4)
     else:
         names = ("blocks", "page", num_kv_heads, "D") if layout == NHD else ("blocks", num_kv_heads, "page", "D")
         checks.tensor("key_cache", key_cache, names, CACHE_DTYPES)
-        heads_first = key_cache.transpose(1, 2) if layout == NHD else key_cache
-        keys = heads_first.unsqueeze(3)
-        blocks, _, page, dim = heads_first.shape
+        blocks, page, dim = shape[0], shape[1 if layout == NHD else 2], shape[3]
     checks.one_of("key_cache: page size", page, PAGE_SIZES)
     expected = {
         CHUNKED: (blocks, num_kv_heads, page // x, dim, x),
@@ -103,14 +100,21 @@ def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int,
         HND: (blocks, num_kv_heads, page, dim),
     }[layout]
     checks.tensor("value_cache", value_cache, expected, key_cache.dtype, key_cache.device)
-    values = {
-        CHUNKED: lambda: value_cache.permute(0, 1, 2, 4, 3),
-        PLAIN_V: lambda: value_cache.transpose(2, 3).unsqueeze(2),
-        NHD: lambda: value_cache.transpose(1, 2).unsqueeze(2),
-        HND: lambda: value_cache.unsqueeze(2),
-    }[layout]()
     checks.last_dim_contiguous("key_cache", key_cache)
     checks.last_dim_contiguous("value_cache", value_cache)
+    return viewed(layout, key_cache, value_cache)
+
+
+def viewed(layout: str, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Pages:
+    """View caches that were checked before, token by token; ``layout`` is none but theirs."""
+    if layout == NHD:
+        keys, values = key_cache.transpose(1, 2).unsqueeze(3), value_cache.transpose(1, 2).unsqueeze(2)
+    elif layout == HND:
+        keys, values = key_cache.unsqueeze(3), value_cache.unsqueeze(2)
+    else:
+        keys = key_cache.permute(0, 1, 3, 2, 4)
+        tokens_first = value_cache.transpose(-1, -2)
+        values = tokens_first if layout == CHUNKED else tokens_first.unsqueeze(2)
     return Pages(layout, keys, values)
 
 

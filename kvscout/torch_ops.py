@@ -21,6 +21,16 @@ SCHEMAS = {
         "SymInt sliding_window, SymInt query_length, SymInt tiles_per_partition, str variant) -> ()"
     ),
     "topk": ("(Tensor logits, Tensor? starts, Tensor? ends, Tensor(a!) out, SymInt k, bool sorted, str variant) -> ()"),
+    "selection_tables": (
+        "(Tensor selected, Tensor block_tables, Tensor context_lengths, Tensor? sequences, Tensor? ends, "
+        "Tensor(a!) out_tables, Tensor(b!) out_lengths, SymInt block_size, SymInt page, str variant) -> ()"
+    ),
+    "selection_gather": (
+        "(Tensor selected, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor context_lengths, "
+        "Tensor? sequences, Tensor? ends, Tensor? key_scale, Tensor? value_scale, Tensor(a!) out_key_cache, "
+        "Tensor(b!) out_value_cache, Tensor(c!) out_tables, Tensor(d!) out_lengths, Tensor(e!)? out_key_scale, "
+        "Tensor(f!)? out_value_scale, SymInt num_kv_heads, str kv_layout, str variant) -> ()"
+    ),
     "kv_cache": (
         "(Tensor k, Tensor v, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor(c!)? k_scale, "
         "Tensor(d!)? v_scale, float? k_factor, float? v_factor, str kv_layout, str variant) -> ()"

@@ -1,11 +1,17 @@
 """Selected blocks and tokens, attended to through ``pa_decode``: against float64 attention over sets of tokens."""
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvscout
 from kvscout import fp8, pa_decode, paging, plan_pa_decode
+from kvscout.ops.selection_gather import api as gather_api
+from kvscout.ops.selection_tables import api as tables_api
 from kvscout.paging import CACHE_DTYPES, LAYOUTS, PAGE_SIZES
 from kvscout.selection import Tables, Tokens, gather_tokens, tables_of_blocks
 from kvscout.testing import paged_inputs
@@ -14,6 +20,22 @@ HEADS, GROUP, DIM = 2, 2, 64
 SCALE = DIM**-0.5
 EXTREMES = (-1, -7, -(2**31), 2**31 - 1)
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+TORCH, TRITON = ("torch_reference", "torch_reference"), ("triton_sort", "triton_copy")
+
+
+@pytest.fixture(scope="module", params=[TORCH, TRITON], ids=["torch", "triton"])
+def select(request):
+    """Both functions, on a backend that runs on the CPU here."""
+    for api, variant in zip((tables_api, gather_api), request.param, strict=True):
+        if refusal := api.FAMILY.unavailable(variant, "cpu"):
+            pytest.skip(refusal)
+    tables, gather = request.param
+    return SimpleNamespace(
+        tables_of_blocks=functools.partial(tables_of_blocks, variant=tables),
+        gather_tokens=functools.partial(gather_tokens, variant=gather),
+    )
 
 
 def int32(values):
@@ -107,12 +129,14 @@ def tokens_of(blocks, size, end):
 
 
 @given(selections(lambda page: st.sampled_from([page, 2 * page, 128])), st.booleans(), st.integers(0, 2**31))
-def test_a_row_attends_to_the_tokens_of_its_blocks(drawn, causal, seed):
+def test_a_row_attends_to_the_tokens_of_its_blocks(select, drawn, causal, seed):
     lengths, page, size, owners, even, ends, rows = drawn
     world = World(lengths, page, seed=seed)
     options = {} if even else {"sequences": torch.tensor(owners)}
     options |= {} if ends is None else {"ends": int32(ends)}
-    tables, found = tables_of_blocks(int32(rows), world.tables.block_tables, world.lengths, size, page, **options)
+    tables, found = select.tables_of_blocks(
+        int32(rows), world.tables.block_tables, world.lengths, size, page, **options
+    )
     assert tables.dtype == found.dtype == torch.int32
     assert tables.shape == (len(rows), len(rows[0]) * size // page)
     sets = [tokens_of(row, size, end) for row, end in zip(rows, ends_of(lengths, owners, ends), strict=True)]
@@ -132,12 +156,12 @@ def test_a_row_attends_to_the_tokens_of_its_blocks(drawn, causal, seed):
     st.tuples(*[st.sampled_from([None, "number", "head", "token"])] * 2),
     st.integers(0, 2**31),
 )
-def test_a_row_attends_to_its_tokens(drawn, layout, dtype, kinds, seed):
+def test_a_row_attends_to_its_tokens(select, drawn, layout, dtype, kinds, seed):
     lengths, page, _, owners, even, ends, rows = drawn
     world = World(lengths, page, layout, dtype, seed, kinds if dtype in fp8.E4M3 else (None, None))
     options = {} if even else {"sequences": int32(owners)}
     options |= {} if ends is None else {"ends": int32(ends)}
-    got = gather_tokens(
+    got = select.gather_tokens(
         int32(rows), *world.caches, block_tables=world.tables.block_tables, context_lengths=world.lengths,
         **options, **world.options,
     )  # fmt: skip
@@ -149,15 +173,35 @@ def test_a_row_attends_to_its_tokens(drawn, layout, dtype, kinds, seed):
     assert_attends(world, owners, sets, query, found)
 
 
+@settings(max_examples=25)
+@pytest.mark.parametrize("select", [TRITON], indirect=True, ids=["triton"])
+@given(selections(lambda page: st.sampled_from([page, 3 * page])), st.sampled_from(LAYOUTS), st.integers(0, 2**31))
+def test_results_are_bit_for_bit_those_of_the_definition(select, drawn, layout, seed):
+    """Also behind a row's last token, of which nothing is promised."""
+    lengths, page, size, owners, even, ends, rows = drawn
+    world = World(lengths, page, layout, fp8.FN, seed, ("token", "token"))
+    options = {} if even else {"sequences": torch.tensor(owners)}
+    options |= {} if ends is None else {"ends": int32(ends)}
+    selected, pages, lengths = int32(rows), world.tables.block_tables, world.lengths
+
+    def both(functions, **variant):
+        yield from functions.tables_of_blocks(selected, pages, lengths, size, page, **options, **variant)
+        rest = {"block_tables": pages, "context_lengths": lengths, **world.options, **options, **variant}
+        yield from functions.gather_tokens(selected, *world.caches, **rest)
+
+    for found, defined in zip(both(select), both(kvscout.selection, variant="torch_reference"), strict=True):
+        assert bits(found).equal(bits(defined))
+
+
 @LAYOUT
 @pytest.mark.parametrize("page", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
-def test_every_bit_of_every_token_is_copied(layout, page, dtype):
+def test_every_bit_of_every_token_is_copied(select, layout, page, dtype):
     """More tokens than a page holds, from two sequences, in the order of the sequence; scales of both shapes."""
     world = World((300, 280), page, layout, dtype)
     scale = torch.rand(len(world.tables.fill), HEADS, page, generator=world.generator)
     drawn = [torch.randperm(280, generator=world.generator)[:150].tolist() for _ in range(2)]
-    got = gather_tokens(
+    got = select.gather_tokens(
         int32(drawn), *world.caches, HEADS, world.tables.block_tables, world.lengths, kv_layout=layout,
         key_scale=scale, value_scale=scale[..., None],
     )  # fmt: skip
@@ -173,49 +217,59 @@ def test_every_bit_of_every_token_is_copied(layout, page, dtype):
             assert got.value_scale[new, :, i % page].equal(scale[old, :, t % page])
 
 
-def test_strided_arguments_and_shared_pages():
+def test_strided_arguments_and_shared_pages(select):
     selected = int32([[0, 9, 1, 9], [9, 9, 0, 9]])[:, ::2]
     pages = int32([[5, 0, 5, 0], [5, 0, 6, 0]])[:, ::2]
-    tables, lengths = tables_of_blocks(selected, pages, int32([20, 99, 17, 99])[::2], 16, 16)
+    tables, lengths = select.tables_of_blocks(selected, pages, int32([20, 99, 17, 99])[::2], 16, 16)
     assert (tables.tolist(), lengths.tolist()) == ([[5, 5], [5, -1]], [20, 16])
 
 
-def test_places_past_32_bits_do_not_wrap():
+def test_places_past_32_bits_do_not_wrap(select):
     """The longest context there is, through one entry of a table that stands for all."""
     longest, pages = 2**31 - 1, int32([[3]]).expand(1, 2**27)
     selected = int32([[2**24 - 1, 2**24, -1, longest]])
-    tables, lengths = tables_of_blocks(selected, pages, int32([longest]), 128, 16)
+    tables, lengths = select.tables_of_blocks(selected, pages, int32([longest]), 128, 16)
     assert tables[0].tolist() == [3] * 8 + [-1] * 24
     assert lengths.tolist() == [127]
 
 
 @pytest.mark.parametrize(("rows", "count", "columns"), [(0, 0, 0), (0, 2, 3), (3, 0, 3), (2, 2, 0)])
-def test_nothing_to_select_from(rows, count, columns):
+def test_nothing_to_select_from(select, rows, count, columns):
     """No rows, no sequences, tables without columns, and a pool without blocks."""
     selected, owners = torch.zeros(rows, 2).int(), torch.zeros(rows).long()
     pages, lengths = torch.zeros(count, columns).int(), torch.full((count,), 9).int()
-    tables, found = tables_of_blocks(selected, pages, lengths, 32, 16, sequences=owners)
+    tables, found = select.tables_of_blocks(selected, pages, lengths, 32, 16, sequences=owners)
     assert (tables.tolist(), found.tolist()) == ([[-1] * 4] * rows, [0] * rows)
     caches = paging.new_caches("nhd", 0, HEADS, 16, DIM, torch.float16, "cpu")
-    got = gather_tokens(selected, *caches, HEADS, pages, lengths, sequences=owners)
+    got = select.gather_tokens(selected, *caches, HEADS, pages, lengths, sequences=owners)
     assert (got.context_lengths.tolist(), len(got.key_cache)) == ([0] * rows, rows)
 
 
-def step(selected, pages, lengths, ends, key_cache, value_cache, scale):
-    tables = tables_of_blocks(selected, pages, lengths, 32, 16, ends=ends)
+def test_a_table_that_names_no_block_is_not_followed(select):
+    """A length without a pool: there is nothing to copy, and nothing of another's memory is read."""
+    caches = paging.new_caches("hnd", 0, HEADS, 16, DIM, torch.float16, "cpu")
+    got = select.gather_tokens(int32([[3, 1, 3]]), *caches, HEADS, int32([[0]]), int32([9]), kv_layout="hnd")
+    assert got.context_lengths.tolist() == [2]
+    assert not got.key_cache.any()
+    assert not got.value_cache.any()
+
+
+def step(select, selected, pages, lengths, ends, key_cache, value_cache, scale):
+    tables = select.tables_of_blocks(selected, pages, lengths, 32, 16, ends=ends)
     options = {"ends": ends, "key_scale": scale, "kv_layout": "chunked"}
-    return tables, gather_tokens(selected, key_cache, value_cache, HEADS, pages, lengths, **options)
+    return tables, select.gather_tokens(selected, key_cache, value_cache, HEADS, pages, lengths, **options)
 
 
-def test_compiled_equals_eager():
+def test_compiled_equals_eager(select):
     torch.compiler.reset()
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    one_step = functools.partial(step, select)
+    compiled = torch.compile(one_step, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths, rows, k in (((90, 33), 4, 5), ((70, 0, 200), 6, 3)):
         world = World(lengths, 16, "chunked", fp8.FN, scales=("token", None))
         selected = torch.randint(-1, 5, (rows, k), generator=world.generator).int()
         ends = torch.randint(0, 200, (rows,), generator=world.generator).int()
         arguments = (selected, world.tables.block_tables, world.lengths, ends, *world.caches, world.scales[0])
-        for one, other in zip(compiled(*arguments), step(*arguments), strict=True):
+        for one, other in zip(compiled(*arguments), one_step(*arguments), strict=True):
             assert type(one) is type(other)
             for x, y in zip(one, other, strict=True):
                 assert x is y is None or bits(x).equal(bits(y))
@@ -225,33 +279,33 @@ def bits(x):
     return x.contiguous().view(torch.uint8)
 
 
-def test_results_are_written_anew_in_place():
+def test_results_are_written_anew_in_place(select):
     world = World((90, 33), 16, "plain_v", fp8.FN, scales=("token", "number"))
     pages, lengths = world.tables.block_tables, world.lengths
     one, other = int32([[0, 3], [1, 0]]), int32([[5, -1], [0, 0]])
-    tables = tables_of_blocks(one, pages, lengths, 16, 16)
-    tokens = gather_tokens(one, *world.caches, block_tables=pages, context_lengths=lengths, **world.options)
-    again = tables_of_blocks(other, pages, lengths, 16, 16, out=tables)
+    tables = select.tables_of_blocks(one, pages, lengths, 16, 16)
+    tokens = select.gather_tokens(one, *world.caches, block_tables=pages, context_lengths=lengths, **world.options)
+    again = select.tables_of_blocks(other, pages, lengths, 16, 16, out=tables)
     assert again is tables
     arguments = {"block_tables": pages, "context_lengths": lengths, **world.options}
-    refreshed = gather_tokens(other, *world.caches, **arguments, out=tokens)
+    refreshed = select.gather_tokens(other, *world.caches, **arguments, out=tokens)
     assert [x.data_ptr() for x in refreshed[:5]] == [x.data_ptr() for x in tokens[:5]]
     assert refreshed.value_scale == 0.5
     for got, new in (
-        (tables, tables_of_blocks(other, pages, lengths, 16, 16)),
-        (refreshed[:5], gather_tokens(other, *world.caches, **arguments)[:5]),
+        (tables, select.tables_of_blocks(other, pages, lengths, 16, 16)),
+        (refreshed[:5], select.gather_tokens(other, *world.caches, **arguments)[:5]),
     ):
         assert all(bits(x).equal(bits(y)) for x, y in zip(got, new, strict=True))
 
 
-def test_caches_of_other_memory_are_written():
+def test_caches_of_other_memory_are_written(select):
     """Interleaved pools, as a serving engine has them."""
     world = World((40,), 16, "nhd", torch.float16)
     pool = torch.full((1, 2, 16, HEADS, DIM), float("nan")).half()
     out = Tokens(pool[:, 0], pool[:, 1], torch.empty(1, 1).int(), torch.empty(1).int())
     rest = (HEADS, world.tables.block_tables, world.lengths)
-    got = gather_tokens(int32([[7, 39, 2]]), *world.caches, *rest, out=out)
-    new = gather_tokens(int32([[7, 39, 2]]), *world.caches, *rest)
+    got = select.gather_tokens(int32([[7, 39, 2]]), *world.caches, *rest, out=out)
+    new = select.gather_tokens(int32([[7, 39, 2]]), *world.caches, *rest)
     assert got.key_cache.data_ptr() == pool.data_ptr()
     assert pool[:, 0, :3].equal(new.key_cache[:, :3])
     assert pool[:, 1, :3].equal(new.value_cache[:, :3])
@@ -279,6 +333,7 @@ BAD = [
 ]
 BAD_BLOCKS = [
     *BAD,
+    ({"variant": "fast"}, ValueError, "variant: selection_tables has no variant 'fast'; it has torch_reference"),
     ({"page": 8}, ValueError, "page: expected one of 16, 32, 64, 128, got 8"),
     ({"block_size": 40}, ValueError, "block_size: expected 16, the page size, times a whole number, got 40"),
     ({"block_size": 0}, ValueError, "block_size: expected at least 16, got 0"),
@@ -289,6 +344,7 @@ BAD_BLOCKS = [
 OUT = gather_tokens(**TOKENS, key_scale=torch.ones(10, HEADS, 16))
 BAD_TOKENS = [
     *BAD,
+    ({"variant": "fast"}, ValueError, "variant: selection_gather has no variant 'fast'; it has torch_reference"),
     ({"key_cache": CACHE.float()}, TypeError, "key_cache: expected dtype"),
     ({"kv_layout": "sbhd"}, ValueError, "kv_layout: expected one of"),
     ({"key_scale": torch.ones(9, HEADS, 16)}, ValueError, r"key_scale: expected shape \[10, 2, 16\]"),
@@ -327,17 +383,18 @@ def test_replays_follow_the_selection():
     ends = int32([400, 390, 350, 1]).cuda()
     pages, lengths, scale = (x.cuda() for x in (world.tables.block_tables, world.lengths, world.scales[0]))
     arguments = (selected, pages, lengths, ends, *(cache.cuda() for cache in world.caches), scale)
-    step(*arguments)
+    one_step = functools.partial(step, kvscout.selection)
+    one_step(*arguments)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
-            captured = step(*arguments)
+            captured = one_step(*arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for values in (selected.clone(), selected.flip(1), torch.full_like(selected, -1), selected * 0):
         selected.copy_(values)
         lengths.sub_(1)
         graph.replay()
-        for got, new in zip(captured, step(*arguments), strict=True):
+        for got, new in zip(captured, one_step(*arguments), strict=True):
             assert all(x is y is None or bits(x).equal(bits(y)) for x, y in zip(got, new, strict=True))

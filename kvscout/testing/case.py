@@ -117,7 +117,7 @@ def ops() -> list[str]:
 
 
 def _place(op: str) -> tuple[int, str]:
-    order = ("mqa_logits", "topk", "kv_cache", "pa_plan", "pa_decode")
+    order = ("mqa_logits", "topk", "selection_tables", "selection_gather", "kv_cache", "pa_plan", "pa_decode")
     return (order.index(op) if op in order else len(order), op)
 
 

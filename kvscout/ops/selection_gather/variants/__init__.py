@@ -1,0 +1,1 @@
+"""Variants of ``selection_gather``, one design a file."""

@@ -1,0 +1,1 @@
+"""Block tables of selected blocks."""

@@ -1,0 +1,1 @@
+"""Variants of ``selection_tables``, one design a file."""
