@@ -43,7 +43,11 @@ class PlanNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What variants decide on. A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor."""
+    """What variants decide on.
+
+    A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor; ``whole_pages`` is that of the
+    caches (:attr:`kvscout.paging.Pages.whole_pages`).
+    """
 
     arch: str
     num_sequences: int
@@ -64,6 +68,7 @@ class Problem:
     value_scale: str = NONE
     has_sinks: bool = False
     has_lse: bool = False
+    whole_pages: bool = True
 
     @property
     def group(self) -> int:
@@ -320,6 +325,7 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
         value_scale=value_kind,
         has_sinks=sinks is not None,
         has_lse=lse is not None,
+        whole_pages=kv.whole_pages,
     )
     args = Args(
         output=output,
