@@ -16,6 +16,7 @@ what a row selected.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,23 @@ class Pages(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Element type of both caches."""
         return self.keys.dtype
+
+    @property
+    def whole_pages(self) -> bool:
+        """Whether caches are chunked and each head's page is one run of memory that begins on a 16-byte boundary."""
+        return self.layout == CHUNKED and _are_runs(self.keys, (3, 2, 4)) and _are_runs(self.values, (2, 4, 3))
+
+
+def _are_runs(view: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether pages ``[blocks, Hkv, ...]`` have no gaps, their dimensions lying in this order, and are aligned."""
+    shape, strides = view.shape, view.stride()
+    run = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != run:
+            return False
+        run *= shape[dim]
+    outer = (strides[dim] * view.element_size() for dim in (0, 1) if shape[dim] != 1)
+    return view.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in outer)
 
 
 def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, kv_layout: str = AUTO) -> Pages:

@@ -43,10 +43,12 @@ class PlanNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What variants decide on. A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor.
+    """What variants decide on.
 
-    ``max_partitions`` is 1 where no sequence of the call can be split, whatever the plan. ``merge_in_tile`` lets a
-    variant's tile kernel merge partial results itself; else a second kernel must.
+    A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor; ``whole_pages`` is that of the
+    caches (:attr:`kvscout.paging.Pages.whole_pages`). ``max_partitions`` is 1 where no sequence of the call can be
+    split, whatever the plan. ``merge_in_tile`` lets a variant's tile kernel merge partial results itself; else a second
+    kernel must.
     """
 
     arch: str
@@ -69,6 +71,7 @@ class Problem:
     has_sinks: bool = False
     has_lse: bool = False
     merge_in_tile: bool = True
+    whole_pages: bool = True
 
     @property
     def group(self) -> int:
@@ -193,7 +196,8 @@ def pa_decode(
         causal: False lets a query see the tokens after its own too.
         lse: float32 ``[B * QL, Hq]`` to write into, natural logarithm; last dimension contiguous.
         max_context_length: a bound on ``context_lengths`` that the host knows, for all replays of a graph. Where it
-            leaves no sequence to be split, nothing is launched to merge. Contexts beyond it give right rows or NaN.
+            leaves no sequence to be split, nothing is launched to merge. Contexts beyond it give right rows and lse, or
+            NaN.
         kv_layout: "chunked", "plain_v", "nhd", "hnd", or "auto" to tell by the caches' shapes.
         variant: a variant's name (see ``kvscout info``), or "auto": ``KVSCOUT_PA_DECODE_VARIANT`` or the best fit.
 
@@ -329,6 +333,7 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
         has_sinks=sinks is not None,
         has_lse=lse is not None,
         merge_in_tile=env.pa_cluster_merge(),
+        whole_pages=kv.whole_pages,
     )
     args = Args(
         output=output,

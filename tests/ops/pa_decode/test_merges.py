@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvscout import pa_decode
+from kvscout import pa_decode, plan_pa_decode
 from kvscout.ops.pa_decode import api
 from kvscout.ops.pa_decode.variants.triton_tile import VARIANT
 from kvscout.testing.cases.pa_decode import PaDecodeCase
@@ -132,11 +132,28 @@ def test_the_switch_keeps_tile_kernels_from_merging(make, monkeypatch):
 def test_a_broken_promise_about_lengths_is_seen(make, interpreted):
     call = make(lengths=(600, 40))
     assert call["work_plan"].reduce_info[:, 1].tolist() == [2, 1]
-    right = pa_decode(**call, variant="triton_tile").clone()
+    _broken_promise(call | {"variant": "triton_tile"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in api.FAMILY.names if not name.startswith("torch")])
+def test_so_it_is_on_a_gpu(make, name):
+    call = make(lengths=(600, 40), layout="chunked", dim=128)
+    call = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in call.items()}
+    call["work_plan"] = plan_pa_decode(call["context_lengths"], 2, max_partitions=4, workgroup_budget=8)
+    _broken_promise(call | {"variant": name})
+
+
+def _broken_promise(call):
+    lse = torch.zeros(call["query"].shape[:2], device=call["query"].device)
+    right = pa_decode(**call, lse=lse).clone()
+    right_lse = lse.clone()
     assert right.isfinite().all()
-    broken = pa_decode(**call, variant="triton_tile", max_context_length=256)
+    broken = pa_decode(**call, lse=lse, max_context_length=256)
     assert broken[0].isnan().all()
+    assert lse[0].isnan().all()
     assert torch.equal(broken[1], right[1])
+    assert torch.equal(lse[1], right_lse[1])
 
 
 @pytest.mark.gpu

@@ -358,7 +358,9 @@ def _tile_kernel(
     else:
         if partial_out is None:
             # More than one partition breaks a promise of the caller.
-            result += tl.where(partitions == 1, 0.0, float("nan"))
+            spoilt = tl.where(partitions == 1, 0.0, float("nan"))
+            result += spoilt
+            total += spoilt
         store_rows(
             output, lse, sinks, result, largest, total, sequence, kv_head, row, out_row, out_head, lse_row,
             GROUP, QUERY_LENGTH, DIM, HAS_SINKS, HAS_LSE,

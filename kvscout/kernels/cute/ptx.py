@@ -1,0 +1,404 @@
+"""PTX on raw addresses: shared memory by 32-bit integers, global memory by 64-bit ones.
+
+For kernels whose operands no CuTe layout describes, such as pages of a cache that are copied as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+_CLASSES = {Float32: "f", Int32: "r", Int64: "l"}
+
+SHARED_ADDRESS = 0x3FFFF
+"""Bits of a shared address that name memory; in a cluster those above hold the block's rank."""
+
+
+@dsl_user_op
+def ptx(
+    text: str,
+    outputs: Sequence[Any] = (),
+    inputs: Sequence[tuple[Any, Any]] = (),
+    effects: bool = True,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> Any:
+    """Inline ``text`` with ``$0``, ``$1``, ... for outputs and then inputs, the latter pairs of type and value.
+
+    Returns a list of the outputs, the only one, or None. ``effects=False`` lets the compiler move or drop it.
+    """
+    classes = [f"={_CLASSES[kind]}" for kind in outputs] + [_CLASSES[kind] for kind, _ in inputs]
+    operands = [kind(value).ir_value(loc=loc, ip=ip) for kind, value in inputs]
+    types = [kind.mlir_type for kind in outputs]
+    found = llvm.inline_asm(
+        None if not types else types[0] if len(types) == 1 else llvm.StructType.get_literal(types),
+        operands,
+        text,
+        ",".join([*classes, *["~{memory}"] * effects]),
+        has_side_effects=effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    if not outputs:
+        return None
+    if len(outputs) == 1:
+        return outputs[0](found)
+    return [kind(llvm.extractvalue(kind.mlir_type, found, [i], loc=loc, ip=ip)) for i, kind in enumerate(outputs)]
+
+
+# Barriers.
+
+
+def barrier_init(barrier: Any, count: int) -> None:
+    """Let ``count`` arrivals complete a phase."""
+    ptx("mbarrier.init.shared::cta.b64 [$0], $1;", (), [(Int32, barrier), (Int32, count)])
+
+
+def barrier_init_fence() -> None:
+    """Show the initial state of barriers to copies."""
+    ptx("fence.mbarrier_init.release.cluster;")
+
+
+def barrier_expect(barrier: Any, size: Any) -> None:
+    """Arrive, and let the phase wait for ``size`` bytes too."""
+    ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", (), [(Int32, barrier), (Int32, size)])
+
+
+def barrier_arrive(barrier: Any) -> None:
+    """Arrive."""
+    ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", (), [(Int32, barrier)])
+
+
+def barrier_arrive_after_copies(barrier: Any) -> None:
+    """Arrive when all copies that this thread started with :func:`copy_4` are done."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", (), [(Int32, barrier)])
+
+
+def barrier_wait(barrier: Any, phase: Any) -> None:
+    """Wait for the end of the phase of this parity."""
+    text = """{
+        .reg .pred p;
+        WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
+        @p bra DONE;
+        bra WAIT;
+        DONE:
+    }"""
+    ptx(text, (), [(Int32, barrier), (Int32, phase)])
+
+
+def sync(barrier: Any, threads: int) -> None:
+    """Meet at a named barrier."""
+    ptx(f"bar.sync $0, {threads};", (), [(Int32, barrier)])
+
+
+def sync_any(barrier: Any, threads: int, flag: Any) -> Any:
+    """Meet at a named barrier; 1 if any thread brought something other than 0, else 0."""
+    text = f"""{{
+        .reg .pred p, q;
+        setp.ne.u32 p, $1, 0;
+        bar.red.or.pred q, $2, {threads}, p;
+        selp.u32 $0, 1, 0, q;
+    }}"""
+    return ptx(text, (Int32,), [(Int32, flag), (Int32, barrier)])
+
+
+def fence_async_shared() -> None:
+    """Show this thread's writes to shared memory to matrix instructions and bulk copies."""
+    ptx("fence.proxy.async.shared::cta;")
+
+
+def fence_async() -> None:
+    """Order this thread's reads and writes before bulk copies."""
+    ptx("fence.proxy.async;")
+
+
+# Copies and memory.
+
+
+def bulk_load(shared: Any, source: Any, size: Any, barrier: Any) -> None:
+    """Start copying ``size`` bytes from global memory; all three multiples of 16. The barrier counts the bytes."""
+    ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        (),
+        [(Int32, shared), (Int64, source), (Int32, size), (Int32, barrier)],
+    )
+
+
+def copy_4(shared: Any, source: Any, valid: Any) -> None:
+    """Start copying 4 bytes from global memory, or a zero where ``valid`` is 0."""
+    ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", (), [(Int32, shared), (Int64, source), (Int32, valid * 4)])
+
+
+def load(address: Any, kind: Any = Int32, count: int = 1) -> Any:
+    """``count`` 32-bit values of global memory, read as a vector."""
+    registers = ",".join(f"${i}" for i in range(count))
+    word = "f32" if kind is Float32 else "u32"
+    vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
+    return ptx(f"ld.global{vector}.{word} {registers}, [${count}];", (kind,) * count, [(Int64, address)])
+
+
+def load_pair_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
+    """Two floats of global memory, read as a vector, or ``default`` where ``valid`` is 0."""
+    text = """{
+        .reg .pred p;
+        setp.ne.u32 p, $3, 0;
+        mov.b32 $0, $4;
+        mov.b32 $1, $5;
+        @p ld.global.v2.f32 {$0, $1}, [$2];
+    }"""
+    inputs = [(Int64, address), (Int32, valid), *[(Float32, value) for value in default]]
+    return ptx(text, (Float32, Float32), inputs)
+
+
+def load_16(address: Any) -> Any:
+    """16 bits of global memory, in the low half of a word."""
+    return ptx("{.reg .u16 h; ld.global.u16 h, [$1]; cvt.u32.u16 $0, h;}", (Int32,), [(Int64, address)])
+
+
+def store(address: Any, values: Sequence[Any], kind: Any = Float32, hint: str = "") -> None:
+    """Store 32-bit values in global memory as a vector."""
+    count = len(values)
+    registers = ",".join(f"${i}" for i in range(1, count + 1))
+    vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
+    ptx(f"st.global{hint}{vector}.b32 [$0], {registers};", (), [(Int64, address), *[(kind, value) for value in values]])
+
+
+def store_16(address: Any, value: Any) -> None:
+    """Store the low half of a word in global memory."""
+    ptx("{.reg .u16 h; cvt.u16.u32 h, $1; st.global.u16 [$0], h;}", (), [(Int64, address), (Int32, value)])
+
+
+def shared_load(address: Any, kind: Any = Int32, count: int = 1) -> Any:
+    """``count`` 32-bit values of shared memory, read as a vector."""
+    registers = ",".join(f"${i}" for i in range(count))
+    vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
+    return ptx(f"ld.shared{vector}.b32 {registers}, [${count}];", (kind,) * count, [(Int32, address)])
+
+
+def shared_load_or_zero(address: Any, valid: Any, count: int = 1) -> Any:
+    """``count`` floats of shared memory, read as a vector, or zeros where ``valid`` is 0."""
+    registers = [f"${i}" for i in range(count)]
+    vector, word = ("", registers[0]) if count == 1 else (f".v{count}", f"{{{','.join(registers)}}}")
+    zeros = " ".join(f"mov.b32 {register}, 0f00000000;" for register in registers)
+    text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} @p ld.shared{vector}.f32 {word}, [${count}];}}"
+    return ptx(text, (Float32,) * count, [(Int32, address), (Int32, valid)])
+
+
+def shared_store(address: Any, values: Sequence[Any], kind: Any = Int32) -> None:
+    """Store 32-bit values in shared memory as a vector."""
+    count = len(values)
+    registers = ",".join(f"${i}" for i in range(1, count + 1))
+    vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
+    ptx(f"st.shared{vector}.b32 [$0], {registers};", (), [(Int32, address), *[(kind, value) for value in values]])
+
+
+def store_matrices_transposed(address: Any, words: Sequence[Any]) -> None:
+    """Store four 8 x 8 matrices of 16 bits in shared memory, transposed; lane i gives the address of row i."""
+    inputs = [(Int32, address), *[(Int32, word) for word in words]]
+    ptx("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1,$2,$3,$4};", (), inputs)
+
+
+# Arithmetic.
+
+
+def exp2(x: Any) -> Any:
+    """``2 ** x``."""
+    return ptx("ex2.approx.ftz.f32 $0, $1;", (Float32,), [(Float32, x)], False)
+
+
+def log2(x: Any) -> Any:
+    """Logarithm to base 2."""
+    return ptx("lg2.approx.ftz.f32 $0, $1;", (Float32,), [(Float32, x)], False)
+
+
+def reciprocal(x: Any) -> Any:
+    """``1 / x``."""
+    return ptx("rcp.approx.ftz.f32 $0, $1;", (Float32,), [(Float32, x)], False)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger float; the other one where one is NaN."""
+    return ptx("max.f32 $0, $1, $2;", (Float32,), [(Float32, x), (Float32, y)], False)
+
+
+def magnitude(x: Any) -> Any:
+    """``abs(x)``."""
+    return ptx("abs.f32 $0, $1;", (Float32,), [(Float32, x)], False)
+
+
+def multiply_add(x: Any, y: Any, z: Any) -> Any:
+    """``x * y + z``, rounded once."""
+    return ptx("fma.rn.f32 $0, $1, $2, $3;", (Float32,), [(Float32, x), (Float32, y), (Float32, z)], False)
+
+
+def permute_bytes(x: Any, y: Any, selector: Any) -> Any:
+    """Four of the eight bytes of two words."""
+    return ptx("prmt.b32 $0, $1, $2, $3;", (Int32,), [(Int32, x), (Int32, y), (Int32, selector)], False)
+
+
+def select(flag: Any, x: Any, y: Any, kind: Any = Float32) -> Any:
+    """``x`` where ``flag`` is not 0, else ``y``."""
+    text = "{.reg .pred p; setp.ne.u32 p, $3, 0; selp.b32 $0, $1, $2, p;}"
+    return ptx(text, (kind,), [(kind, x), (kind, y), (Int32, flag)], False)
+
+
+def exchange(x: Any, distance: int, kind: Any = Float32) -> Any:
+    """The value of the lane whose number differs in the bits of ``distance``."""
+    return ptx(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", (kind,), [(kind, x)])
+
+
+def from_lane(x: Any, lane: Any, kind: Any = Int32) -> Any:
+    """The value of a lane."""
+    return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", (kind,), [(kind, x), (Int32, lane)])
+
+
+def pack_bfloat16(low: Any, high: Any) -> Any:
+    """Two floats rounded to bfloat16, in a word."""
+    return ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", (Int32,), [(Float32, high), (Float32, low)], False)
+
+
+def pack_float16(low: Any, high: Any) -> Any:
+    """Two floats rounded to float16, in a word."""
+    return ptx("cvt.rn.f16x2.f32 $0, $1, $2;", (Int32,), [(Float32, high), (Float32, low)], False)
+
+
+def unpack_bfloat16(word: Any) -> Any:
+    """The two floats of a word."""
+    text = "{.reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t;}"
+    return ptx(text, (Float32, Float32), [(Int32, word)], False)
+
+
+def unpack_float16(word: Any) -> Any:
+    """The two floats of a word."""
+    text = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
+    return ptx(text, (Float32, Float32), [(Int32, word)], False)
+
+
+def low_bits(word: Any, count: Any) -> Any:
+    """The lowest ``count`` bits, 0 to 32 of them."""
+    text = """{
+        .reg .b64 m;
+        .reg .b32 l, h;
+        mov.u64 m, 1;
+        shl.b64 m, m, $2;
+        sub.u64 m, m, 1;
+        mov.b64 {l, h}, m;
+        and.b32 $0, $1, l;
+    }"""
+    return ptx(text, (Int32,), [(Int32, word), (Int32, count)], False)
+
+
+# Matrix instructions.
+
+
+def descriptor(shared: Any, leading: int) -> Any:
+    """Low word of an operand's descriptor: where it begins, and the bytes from one core matrix to the next along K."""
+    return ((shared & SHARED_ADDRESS) >> 4) | (leading >> 4 << 16)
+
+
+def multiply(
+    kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], steps: tuple[int, int], count: int,
+    chains: int = 1, chain_step: int = 0,
+) -> Any:  # fmt: skip
+    """Start and finish ``chains`` sums of ``count`` wgmma products each, of 64 x ``columns``: their accumulators.
+
+    All in one block of text whose accumulators are outputs only: none is live across it, so that ptxas has nothing to
+    serialise. Operands are K-major without swizzle.
+
+    Args:
+        kind: the end of the instruction's name, such as "k16.f32.bf16.bf16".
+        columns: N.
+        a: low descriptor word of the first product's A.
+        b: the same of B.
+        strides: bytes from 8 rows to the next 8 of A, and of B.
+        steps: bytes from one product's K to the next one's in A, and in B.
+        count: products of a chain.
+        chains: of 64 rows each.
+        chain_step: bytes from one chain's A to the next one's.
+    """
+    per_chain = columns // 2
+    at = chains * per_chain
+    lines = [
+        "{.reg .b32 t, ha, hb; .reg .b64 da, db; .reg .pred first, then;",
+        "setp.ne.b32 first, 0, 0; setp.eq.b32 then, 0, 0;",
+        f"mov.b32 ha, {strides[0] >> 4}; mov.b32 hb, {strides[1] >> 4};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    transposed = "" if "e4m3" in kind else ", 0, 0"
+    for chain in range(chains):
+        registers = ",".join(f"${chain * per_chain + i}" for i in range(per_chain))
+        for step in range(count):
+            lines += [
+                f"add.s32 t, ${at}, {(chain * chain_step + step * steps[0]) >> 4}; mov.b64 da, {{t, ha}};",
+                f"add.s32 t, ${at + 1}, {(step * steps[1]) >> 4}; mov.b64 db, {{t, hb}};",
+                f"wgmma.mma_async.sync.aligned.m64n{columns}{kind} {{{registers}}}, da, db, "
+                f"{'then' if step else 'first'}, 1, 1{transposed};",
+            ]
+    lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;}")
+    return ptx("\n".join(lines), (Float32,) * at, [(Int32, a), (Int32, b)])
+
+
+# Sums of two e4m3 numbers.
+
+
+def split_probabilities(values: Sequence[Any]) -> Any:
+    """Four floats up to 448 as words of e4m3: ``high + low / 16``.
+
+    The subtraction is in float16, where it is exact once the value is rounded to float16.
+    """
+    text = """{
+        .reg .b32 a, b, u, v, m, n;
+        .reg .b16 h, g;
+        cvt.rn.f16x2.f32 a, $3, $2;
+        cvt.rn.f16x2.f32 b, $5, $4;
+        cvt.rn.satfinite.e4m3x2.f16x2 h, a;
+        cvt.rn.satfinite.e4m3x2.f16x2 g, b;
+        mov.b32 $0, {h, g};
+        cvt.rn.f16x2.e4m3x2 u, h;
+        cvt.rn.f16x2.e4m3x2 v, g;
+        mov.b32 m, 0x4c004c00;
+        mov.b32 n, 0xcc00cc00;
+        mul.rn.f16x2 a, a, m;
+        mul.rn.f16x2 b, b, m;
+        fma.rn.f16x2 a, u, n, a;
+        fma.rn.f16x2 b, v, n, b;
+        cvt.rn.satfinite.e4m3x2.f16x2 h, a;
+        cvt.rn.satfinite.e4m3x2.f16x2 g, b;
+        mov.b32 $1, {h, g};
+    }"""
+    return ptx(text, (Int32, Int32), [(Float32, value) for value in values], False)
+
+
+def split_queries(values: Sequence[Any]) -> Any:
+    """Four floats up to 448 as words of e4m3: ``high + low``, subtracted in float32."""
+    text = """{
+        .reg .b16 h, g, s0, s1, s2, s3;
+        .reg .b32 u, v;
+        .reg .f32 f0, f1, f2, f3;
+        cvt.rn.satfinite.e4m3x2.f32 h, $3, $2;
+        cvt.rn.satfinite.e4m3x2.f32 g, $5, $4;
+        mov.b32 $0, {h, g};
+        cvt.rn.f16x2.e4m3x2 u, h;
+        cvt.rn.f16x2.e4m3x2 v, g;
+        mov.b32 {s0, s1}, u;
+        mov.b32 {s2, s3}, v;
+        cvt.f32.f16 f0, s0;
+        cvt.f32.f16 f1, s1;
+        cvt.f32.f16 f2, s2;
+        cvt.f32.f16 f3, s3;
+        sub.f32 f0, $2, f0;
+        sub.f32 f1, $3, f1;
+        sub.f32 f2, $4, f2;
+        sub.f32 f3, $5, f3;
+        cvt.rn.satfinite.e4m3x2.f32 h, f1, f0;
+        cvt.rn.satfinite.e4m3x2.f32 g, f3, f2;
+        mov.b32 $1, {h, g};
+    }"""
+    return ptx(text, (Int32, Int32), [(Float32, value) for value in values], False)

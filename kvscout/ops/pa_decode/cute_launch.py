@@ -1,0 +1,120 @@
+"""The Hopper kernels as a whole: shared memory, roles of the warps, and the host function that launches them."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint8
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ...kernels.cute import ptx
+from .cute_loads import produce
+from .cute_math import consume
+from .cute_outputs import clear_rows
+from .cute_reduce import reduce_sequences
+from .cute_tile import MATH_THREADS, REDUCE_CHUNK, REDUCE_HEADER, REDUCE_THREADS, THREADS, Tile
+from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of
+
+# Registers of a thread, where the even share is too few for those that multiply.
+MATH_REGISTERS = 232
+LOAD_REGISTERS = 40
+
+# Blocks of the merge that a multiprocessor has room for.
+REDUCE_BLOCKS = 6
+
+
+class Kernel:
+    """``pa_decode`` for one :class:`~.cute_tile.Tile`."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+
+    @cute.jit
+    def __call__(
+        self,
+        device: cute.Tensor,
+        data: Data,
+        grid_x: Int32,
+        grid_y: Int32,
+        num_kv_heads: Int32,
+        most_partitions: Int32,
+        reduce_x: Int32,
+        reduce_y: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch; ``device`` is any tensor there. ``reduce_x`` is 0 where no sequence is split."""
+        tile = self.tile
+        self.decode(data).launch(
+            grid=(grid_x, grid_y, num_kv_heads), block=(THREADS, 1, 1), smem=tile.places.size, stream=stream,
+            use_pdl=True, min_blocks_per_mp=tile.blocks,preferred_smem_carveout=100,
+        )  # fmt: skip
+        if reduce_x > 0:
+            smem = REDUCE_HEADER + cutlass.min(most_partitions, REDUCE_CHUNK) * 512
+            self.reduce(data).launch(
+                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1), smem=smem,
+                stream=stream, use_pdl=True, min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
+            )  # fmt: skip
+
+    @cute.kernel
+    def decode(self, data: Data) -> None:
+        """Find this thread block's task, then each warp does what its role is."""
+        tile = self.tile
+        thread, _, _ = cute.arch.thread_idx()
+        x, y, kv_head = cute.arch.block_idx()
+        slot, first_row = x, y * tile.rows
+        if data.rows_first != 0:
+            slot, first_row = y, x * tile.rows
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread & 31
+        shared = cute.arch.get_dyn_smem(Uint8, alignment=1024).toint()
+        barriers = shared + tile.places.barriers
+        if thread == MATH_THREADS:
+            readers = 4 if tile.alternate else MATH_THREADS // 32
+            scales = 64 if tile.token_scales else 0
+            for i in cutlass.range_constexpr(tile.stages):
+                ptx.barrier_init(barriers + 8 * i, 2 + scales)
+                ptx.barrier_init(barriers + 8 * (tile.stages + i), 2)
+                ptx.barrier_init(barriers + 8 * (2 * tile.stages + i), readers)
+                ptx.barrier_init(barriers + 8 * (3 * tile.stages + i), readers)
+            ptx.barrier_init_fence()
+        first_position, last_position = positions_of(tile, data, first_row)
+        # Everything up to here may run while the kernel before this one ends.
+        cute.arch.griddepcontrol_wait()
+        sequence, first_tile, end_tile, context = read_task(data, slot)
+        cute.arch.sync_threads()
+        lowest, highest, all_low, all_high = row_span(data, context, first_position, last_position)
+        first_step, steps = steps_of(data, first_tile, end_tile, lowest, highest)
+        work = Work(slot, kv_head, first_row, sequence, first_step, steps, lowest, highest, all_low, all_high, context)
+        is_task = first_tile < end_tile
+        if warp >= MATH_THREADS // 32:
+            if cutlass.const_expr(tile.moves_registers):
+                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if is_task:
+                produce(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
+            # There are at least as many slots as sequences: each also clears the sequence of its number if empty.
+            if slot < data.num_sequences:
+                _, partitions = partitions_of(data, slot)
+                if partitions == 0:
+                    clear_rows(tile, thread - MATH_THREADS, slot, kv_head, first_row, data)
+        else:
+            if cutlass.const_expr(tile.moves_registers):
+                cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            if is_task:
+                consume(tile, thread, warp, lane, shared, data, work)
+
+    @cute.kernel
+    def reduce(self, data: Data) -> None:
+        """Merge the partial results of sequences that were split."""
+        thread, _, _ = cute.arch.thread_idx()
+        sequence, first_row, kv_head = cute.arch.block_idx()
+        sequence_step, row_step, _ = cute.arch.grid_dim()
+        shared = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
+        reduce_sequences(thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data)
+
+
+def build(tile: Tile) -> tuple[Kernel, tuple[Any, ...]]:
+    """The host function and the fake arguments to compile it with."""
+    device = make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
+    data = Data(*(kind(0) for kind in Data.__annotations__.values()))
+    arguments = (device, data, *(Int32(1) for _ in range(6)), make_fake_stream(use_tvm_ffi_env_stream=True))
+    return Kernel(tile), arguments

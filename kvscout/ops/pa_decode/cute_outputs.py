@@ -1,0 +1,164 @@
+"""What becomes of a task's sums: the warpgroups' are merged, then stored as a result or as a partial one."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...kernels.cute import ptx
+from .cute_softmax import LOG2E, columns_at, fold, folded_column
+from .cute_tile import DIM, LOAD_THREADS, MATH_THREADS, WARPGROUPS, Tile
+from .cute_work import output_of
+
+LN2 = 1 / LOG2E
+MERGE_BARRIER = 6
+"""The named barrier of all multiplying warps."""
+
+ELEMENTS_OF_SLOT = 4
+"""Elements of a row that a thread holds, ``64 a + 16 w + 8 b + g`` (a, b < 2) of slot ``8 w + g``."""
+
+
+@cute.jit
+def merge_warpgroups(
+    tile: cutlass.Constexpr[Tile], references, sums, outputs, factor, partitions, group, warp, lane, thread, shared,
+    data, work,
+):  # fmt: skip
+    """Each warpgroup takes half of a thread's columns; ``factor`` multiplies outputs."""
+    places, own, per_warp = tile.places, tile.own_columns, 4 * tile.rows
+    # The rings are empty once both are here.
+    ptx.sync(MERGE_BARRIER, MATH_THREADS)
+    for quad in cutlass.range_constexpr(own // 4):
+        four = slice(4 * quad, 4 * quad + 4)
+        total = fold([sums[c] for c in range(own)][four], lambda x, y: x + y, lane)
+        offset = columns_at(quad, lane)
+        if lane < 16:
+            at = shared + places.sums + (group * 4 + warp) * per_warp + offset
+            ptx.shared_store(at + folded_column(lane) * 4, [total], Float32)
+        if lane < 4 and warp == 0:
+            mine = [references[c] for c in range(own)][four]
+            ptx.shared_store(shared + places.references + group * per_warp + offset, mine, Float32)
+    slot = warp * 8 + (lane >> 2)
+    mine_at = shared + places.exchange + (thread & 127) * 16
+    for column in cutlass.range_constexpr(own):
+        held = [outputs[k * own + column] for k in range(ELEMENTS_OF_SLOT)]
+        ptx.shared_store(mine_at + group * tile.exchange_bytes + column * (DIM * 16), held, Float32)
+    ptx.sync(MERGE_BARRIER, MATH_THREADS)
+    share = own // WARPGROUPS
+    # A loop, and not written out: this code runs once, and fetching it takes longer than executing it.
+    for i in cutlass.range(share, unroll=1):
+        column = group * share + i
+        offset = (column >> 2) * 64 + (lane & 3) * 16 + (column & 3) * 4
+        tops = [ptx.shared_load(shared + places.references + g * per_warp + offset, Float32) for g in range(2)]
+        top = ptx.maximum(tops[0], tops[1])
+        merged = [Float32(0.0)] * ELEMENTS_OF_SLOT
+        total = Float32(0.0)
+        for g in cutlass.range_constexpr(WARPGROUPS):
+            weight = ptx.exp2((tops[g] - top) * Float32(LOG2E))
+            at = shared + places.sums + g * (4 * per_warp) + offset
+            parts = [ptx.shared_load(at + w * per_warp, Float32) for w in range(4)]
+            total = ptx.multiply_add((parts[0] + parts[1]) + (parts[2] + parts[3]), weight, total)
+            held = ptx.shared_load(mine_at + g * tile.exchange_bytes + column * (DIM * 16), Float32, ELEMENTS_OF_SLOT)
+            merged = [ptx.multiply_add(held[k], weight, merged[k]) for k in range(ELEMENTS_OF_SLOT)]
+        merged = [x * factor for x in merged]
+        row = work.first_row + ((column >> 1) * 8 + (lane & 3) * 2 + (column & 1))
+        _store(merged, top, total, row, slot, partitions, data, work)
+
+
+@cute.jit
+def _store(merged, top, total, row, slot, partitions, data, work):
+    # All lanes exchange halves, also those whose row is past the last.
+    is_row = Int32(0)
+    if row < data.query_length * data.group:
+        is_row = Int32(1)
+    if partitions > 1 and data.partial_out != 0:
+        if is_row != 0:
+            at = Int64(work.kv_head * (data.query_length * data.group) + row) * data.capacity + work.slot
+            ptx.store(data.partial_out + at * (DIM * 4) + slot * 16, merged, Float32, ".cg")
+            if slot == 0:
+                ptx.store(data.partial_stats + at * 8, [top, total])
+    else:
+        # A row past the last one takes the sink of one that is there.
+        there = cutlass.min(row, data.query_length * data.group - 1)
+        at, lse_at, head = output_of(data, work.sequence, work.kv_head, there)
+        factor, lse = normalise(top, total, load_sink(data, head))
+        if partitions > 1:
+            # The caller has promised shorter contexts.
+            factor, lse = Float32(float("nan")), Float32(float("nan"))
+        store_row(merged, factor, lse, at, lse_at, slot, 4, is_row, data)
+
+
+@cute.jit
+def store_row(merged, factor, lse, at, lse_at, slot, distance: cutlass.Constexpr[int], is_row, data):
+    """One row by 32 threads in the order of slots, neighbours being ``distance`` lanes apart; ``is_row`` 0: none.
+
+    Neighbours exchange halves, so that each stores pairs of elements.
+    """
+    odd = slot & 1
+    at = at + Int64(odd * 64 + (slot >> 3) * 16 + (slot & 6)) * 2
+    for k in cutlass.range_constexpr(2):
+        sent = ptx.select(odd, merged[k], merged[2 + k])
+        kept = ptx.select(odd, merged[2 + k], merged[k])
+        got = ptx.exchange(sent, distance)
+        low, high = ptx.select(odd, got, kept) * factor, ptx.select(odd, kept, got) * factor
+        word = ptx.select(data.is_float16, ptx.pack_float16(low, high), ptx.pack_bfloat16(low, high), Int32)
+        if is_row != 0:
+            store_pair(at + 16 * k, word)
+    if data.lse != 0 and is_row != 0 and slot == 0:
+        ptx.store(lse_at, [lse])
+
+
+@cute.jit
+def load_sink(data, head):
+    """A head's sink, -inf where there is none."""
+    sink = -Float32.inf
+    if data.sinks != 0:
+        if data.sinks_are_16_bit == 0:
+            sink = ptx.load(data.sinks + head * 4, Float32)
+        else:
+            word = ptx.load_16(data.sinks + head * 2)
+            as_float16, _ = ptx.unpack_float16(word)
+            as_bfloat16, _ = ptx.unpack_bfloat16(word)
+            sink = ptx.select(data.is_float16, as_float16, as_bfloat16)
+    return sink
+
+
+@cute.jit
+def store_pair(address, word):
+    """Two 16-bit elements that may lie on no more than an element's boundary."""
+    if (address & 3) == 0:
+        ptx.store(address, [word], Int32)
+    else:
+        ptx.store_16(address, word)
+        ptx.store_16(address + 2, word >> 16)
+
+
+@cute.jit
+def normalise(top, total, sink):
+    """What to multiply an output relative to ``top`` with, and the row's lse; ``sink`` is -inf where there is none."""
+    most = ptx.maximum(top, sink)
+    # Under a sink of inf the factor is 0 and the lse inf, by themselves or replaced.
+    if most == Float32.inf:
+        most = Float32(0.0)
+    weight = ptx.exp2((top - most) * Float32(LOG2E))
+    denominator = total * weight + ptx.exp2((sink - most) * Float32(LOG2E))
+    factor = weight * ptx.reciprocal(denominator)
+    lse = most + ptx.log2(denominator) * Float32(LN2)
+    if sink == Float32.inf:
+        factor = Float32(0.0)
+    if total == 0.0:
+        factor = Float32(0.0)
+        lse = -Float32.inf
+    return factor, lse
+
+
+@cute.jit
+def clear_rows(tile: cutlass.Constexpr[Tile], thread, sequence, kv_head, first_row, data):
+    """Zeros, and an lse of -inf, in the block's rows of a sequence."""
+    lane = thread & 31
+    for i in cutlass.range(thread >> 5, tile.rows, LOAD_THREADS // 32, unroll=1):
+        row = first_row + i
+        if row < data.query_length * data.group:
+            at, lse_at, _ = output_of(data, sequence, kv_head, row)
+            for k in cutlass.range_constexpr(2):
+                store_pair(at + Int64(lane * 8 + k * 4), Int32(0))
+            if data.lse != 0 and lane == 0:
+                ptx.store(lse_at, [-Float32.inf])

@@ -1,0 +1,97 @@
+"""Queries on their way to shared memory, as the B operand of the scores."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...kernels.cute import ptx
+from .cute_tile import CORE, DIM, MATH_THREADS, Tile
+from .cute_work import place_of, visible
+
+THREADS_OF_ROW = DIM // 8
+"""Threads that load a query row, eight elements each."""
+ROWS_AT_ONCE = MATH_THREADS // THREADS_OF_ROW
+
+# A row of zeros needs some scale.
+LEAST_MAGNITUDE = 1e-30
+
+
+@cute.jit
+def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
+    """Bring the block's query rows to shared memory, with what each row sees and what its scores are multiplied by."""
+    places = tile.places
+    chunk = thread % THREADS_OF_ROW
+    parts = tile.rows // ROWS_AT_ONCE
+    words = cute.make_rmem_tensor((4 * parts,), Int32)
+    _load(tile, thread, words, data, work)
+    scale = data.softmax_scale
+    if cutlass.const_expr(tile.is_e4m3):
+        # Not earlier, as it would hold up the queries.
+        if data.key_scale != 0 and data.keys_by_token == 0:
+            scale = scale * ptx.load(data.key_scale + Int64(work.kv_head) * data.key_scale_head, Float32)
+    for part in cutlass.range_constexpr(parts):
+        in_block = part * ROWS_AT_ONCE + thread // THREADS_OF_ROW
+        mine = [words[4 * part + i] for i in range(4)]
+        row_scale = scale
+        if cutlass.const_expr(tile.is_e4m3):
+            row_scale = scale * _store_split(tile, mine, in_block, chunk, shared, data)
+        else:
+            ptx.shared_store(shared + places.queries + chunk * tile.query_pitch + in_block * 16, mine)
+        if chunk == 0:
+            position, _ = place_of(data, work.first_row + in_block)
+            low, high = visible(data, work.context, cutlass.min(position, data.query_length - 1))
+            ptx.shared_store(shared + places.bounds + in_block * 8, [low, high])
+            ptx.shared_store(shared + places.row_scales + in_block * 4, [row_scale], Float32)
+
+
+@cute.jit
+def _load(tile: cutlass.Constexpr[Tile], thread, words, data, work):
+    """Eight elements of each of this thread's rows, in 16 bytes unless they lie on an element's boundary only.
+
+    Rows past the last read one that is there, and what becomes of them is not stored.
+    """
+    addresses = []
+    for part in cutlass.range_constexpr(tile.rows // ROWS_AT_ONCE):
+        position, in_group = place_of(data, work.first_row + (part * ROWS_AT_ONCE + thread // THREADS_OF_ROW))
+        at = Int64(work.sequence) * data.query_length + cutlass.min(position, data.query_length - 1)
+        head = Int64(work.kv_head * data.group + in_group)
+        addresses.append(
+            data.query + at * data.query_row + head * data.query_head + Int64(thread % THREADS_OF_ROW * 16)
+        )
+    if ((data.query | data.query_row | data.query_head) & 15) == 0:
+        for part in cutlass.range_constexpr(tile.rows // ROWS_AT_ONCE):
+            found = ptx.load(addresses[part], Int32, 4)
+            for i in cutlass.range_constexpr(4):
+                words[4 * part + i] = found[i]
+    else:
+        for part in cutlass.range_constexpr(tile.rows // ROWS_AT_ONCE):
+            for i in cutlass.range_constexpr(4):
+                low = ptx.load_16(addresses[part] + 4 * i)
+                words[4 * part + i] = low | (ptx.load_16(addresses[part] + (4 * i + 2)) << 16)
+
+
+@cute.jit
+def _store_split(tile: cutlass.Constexpr[Tile], words, in_block, chunk, shared, data):
+    """Eight elements of a row as two e4m3 numbers each; what the row's scores are to be multiplied by.
+
+    A power of two brings the row's largest element into [128, 256).
+    """
+    x = []
+    for i in cutlass.range_constexpr(4):
+        pair, as_float16 = ptx.unpack_bfloat16(words[i]), ptx.unpack_float16(words[i])
+        for e in cutlass.range_constexpr(2):
+            x.append(ptx.select(data.is_float16, as_float16[e], pair[e]))
+    largest = Float32(LEAST_MAGNITUDE)
+    for i in cutlass.range_constexpr(8):
+        largest = ptx.maximum(largest, ptx.magnitude(x[i]))
+    for distance in cutlass.range_constexpr(THREADS_OF_ROW.bit_length() - 1):
+        largest = ptx.maximum(largest, ptx.exchange(largest, 1 << distance))
+    exponent = (largest.bitcast(Int32) >> 23) & 255
+    up = ((Int32(261) - exponent) << 23).bitcast(Float32)
+    element = chunk * 8
+    to = shared + tile.places.queries + (element >> 4) * tile.query_pitch + in_block * 16 + (element & 15)
+    for half in cutlass.range_constexpr(2):
+        high, low = ptx.split_queries([x[4 * half + i] * up for i in range(4)])
+        ptx.shared_store(to + 4 * half, [high])
+        ptx.shared_store(to + (4 * half + tile.rows // 8 * CORE), [low])
+    return ((exponent - 7) << 23).bitcast(Float32)

@@ -1,0 +1,229 @@
+"""The shape of the Hopper kernel's work, and where everything lies in shared memory.
+
+A thread block takes one task of the plan, one KV head and a block of ``rows`` query rows. It walks the task's tokens in
+*steps* of 128, each a stage of two rings: one of keys, one of values. Scores and outputs are kept transposed: ``S^T = K
+Q^T`` has tokens as its 64 rows and query rows as its columns, and so has ``O^T = V^T P^T`` with the head's elements.
+
+A chunked page copied as it is, is already a K-major operand of wgmma without swizzle: eight rows of 16 bytes, the core
+matrix, are contiguous. Values of any page size, and keys of pages of 128, so become one operand of 128 tokens. Keys of
+pages of 32 or 64 are copied chunk by chunk to make the same. Keys of pages of 16 stay page by page: eight tokens of
+each page make eight of the 64 rows.
+
+* e4m3: the two multiplying warpgroups take alternate steps. Tokens ``16 g + 8 h + i`` (i < 8) are rows ``8 g + i`` of
+  the h-th product. Queries and probabilities are sums of two e4m3 numbers, side by side: 2 ``rows`` columns.
+* 16-bit: each warpgroup takes every step, and of it the tokens ``16 g + 8 w + i``, w being its number.
+
+A thread holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered ``c = 2 j + e``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DIM = 128
+"""D: elements of a head."""
+STEP = 128
+"""Tokens of a stage."""
+WARPGROUPS = 2
+"""Warpgroups that multiply; four more warps load, two for keys and two for values."""
+MATH_THREADS = 128 * WARPGROUPS
+LOAD_THREADS = 128
+THREADS = MATH_THREADS + LOAD_THREADS
+CORE = 128
+"""Bytes of a core matrix."""
+REDUCE_THREADS = 128
+REDUCE_CHUNK = 64
+"""Partial results that the reducer holds at a time."""
+REDUCE_HEADER = 128 + REDUCE_THREADS * 16 + REDUCE_CHUNK * 4
+"""Bytes of its barrier, sums and weights, which its partial results follow."""
+
+E4M3 = "e4m3"
+
+
+class Places(NamedTuple):
+    """Offsets in shared memory."""
+
+    keys: int
+    values: int
+    queries: int  # B operand
+    probabilities: int  # B operand of each warpgroup
+    exchange: int  # outputs of each warpgroup
+    bounds: int  # (low, high) of each row
+    row_scales: int
+    maxima: int  # of each warpgroup, warp and row
+    sums: int  # of each warpgroup, warp and row
+    references: int  # of each warpgroup and row
+    key_scales: int  # of each stage and token
+    value_scales: int
+    barriers: int  # keys full, values full, keys empty, values empty: one of each stage
+    size: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a kernel is compiled for.
+
+    Attributes:
+        cache: "e4m3", "bf16" or "fp16".
+        page: tokens per page.
+        rows: query rows of a thread block; a multiple of 16.
+        stages: steps that the rings hold.
+        blocks: thread blocks that share a multiprocessor.
+        token_scales: whether keys or values have a scale per token.
+    """
+
+    cache: str
+    page: int
+    rows: int
+    stages: int
+    blocks: int = 1
+    token_scales: bool = False
+
+    def __post_init__(self) -> None:
+        # A warpgroup that met a stage only every other phase would take one parity for the other.
+        if self.rows % 16 or STEP % self.page or (self.is_e4m3 and self.stages % WARPGROUPS):
+            raise ValueError(f"no kernel for {self}")
+
+    @property
+    def name(self) -> str:
+        """Unique, and a legal symbol."""
+        scales = "_token_scales" if self.token_scales else ""
+        return f"pa_decode_{self.cache}_page{self.page}_rows{self.rows}_stages{self.stages}x{self.blocks}{scales}"
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether the cache is quantised."""
+        return self.cache == E4M3
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the cache."""
+        return 1 if self.is_e4m3 else 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of the keys, or of the values, of a step."""
+        return STEP * DIM * self.element_bytes
+
+    @property
+    def halves(self) -> int:
+        """Products of 64 tokens that a warpgroup makes of a step that it takes."""
+        return 2 if self.is_e4m3 else 1
+
+    @property
+    def alternate(self) -> bool:
+        """Whether the warpgroups take alternate steps."""
+        return self.is_e4m3
+
+    @property
+    def columns(self) -> int:
+        """Columns of a product."""
+        return self.rows * (2 if self.is_e4m3 else 1)
+
+    @property
+    def own_columns(self) -> int:
+        """Query rows of which a thread holds scores and outputs."""
+        return self.rows // 4
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether the loading warps give registers to those that multiply."""
+        return self.rows > 32
+
+    @property
+    def chains(self) -> int:
+        """Products of 64 rows in flight: two, unless their accumulators are too many."""
+        return 2 if self.columns <= 64 else 1
+
+    @property
+    def kind(self) -> str:
+        """The matrix instruction's shape and types."""
+        return {E4M3: "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "fp16": "k16.f32.f16.f16"}[self.cache]
+
+    @property
+    def tokens_of_piece(self) -> int:
+        """Tokens of 16 bytes of values."""
+        return 16 // self.element_bytes
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of 16 bytes of a token's keys."""
+        return DIM * self.element_bytes // 16
+
+    @property
+    def by_page(self) -> bool:
+        """Whether a step's keys stay page by page."""
+        return self.page == 16
+
+    @property
+    def by_chunk(self) -> bool:
+        """Whether keys are copied chunk by chunk."""
+        return self.page in (32, 64)
+
+    @property
+    def key_leading(self) -> int:
+        """Bytes from one 16-byte chunk of keys to the next."""
+        return (self.page if self.by_page else STEP) * 16
+
+    @property
+    def key_stride(self) -> int:
+        """Bytes from the tokens ``16 g`` to the tokens ``16 g + 16``."""
+        return self.page_bytes if self.by_page else 2 * CORE
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one head's keys, or values, of a page."""
+        return self.page * DIM * self.element_bytes
+
+    @property
+    def value_leading(self) -> int:
+        """Bytes from a warpgroup's piece of values to its next."""
+        return DIM * 16 * (1 if self.is_e4m3 else WARPGROUPS)
+
+    @property
+    def query_pitch(self) -> int:
+        """Bytes of 16-byte pieces of all columns: from one core matrix of a B operand to the next along K."""
+        return self.columns * 16
+
+    @property
+    def probability_bytes(self) -> int:
+        """Bytes of the probabilities of a warpgroup."""
+        return 8 * self.query_pitch
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes of the outputs of a warpgroup."""
+        return self.rows * DIM * 4
+
+    @property
+    def places(self) -> Places:
+        """Where everything lies."""
+        at = 0
+
+        def take(size: int) -> int:
+            nonlocal at
+            begin, at = at, at + (size + 15) // 16 * 16
+            return begin
+
+        ring = self.stages * self.stage_bytes
+        keys, values = take(ring), take(ring)
+        per_row = 4 * self.rows
+        scales = self.stages * STEP * 4 if self.token_scales else 0
+        return Places(
+            keys=keys,
+            values=values,
+            queries=take(self.rows * DIM * 2),
+            probabilities=take(WARPGROUPS * self.probability_bytes),
+            # The rings are empty by then.
+            exchange=keys,
+            bounds=take(2 * per_row),
+            row_scales=take(per_row),
+            maxima=take(WARPGROUPS * 4 * per_row),
+            sums=take(WARPGROUPS * 4 * per_row),
+            references=take(WARPGROUPS * per_row),
+            key_scales=take(scales),
+            value_scales=take(scales),
+            barriers=take(8 * 4 * self.stages),
+            size=at,
+        )

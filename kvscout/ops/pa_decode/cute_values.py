@@ -1,0 +1,73 @@
+"""Outputs: values times probabilities, added up in float32."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...kernels.cute import ptx
+from .cute_tile import CORE, DIM, STEP, WARPGROUPS, Tile
+
+
+@cute.jit
+def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, thread, shared, work):
+    """Zeros where values are those of no token in question, or where none were loaded: they may be NaN.
+
+    Tokens from ``highest`` on are cleared one by one, those before ``lowest`` by pieces that hold no other.
+    """
+    at = shared + tile.places.values + stage * tile.stage_bytes + thread * 16
+    start = first_token
+    if cutlass.const_expr(not tile.alternate):
+        at = at + group * (DIM * 16)
+        start = start + group * tile.tokens_of_piece
+    limit = work.highest - start
+    skipped = work.lowest - start
+    of_word = tile.tokens_of_piece // 4
+    for piece in cutlass.range_constexpr(STEP // 16):
+        kept = limit - piece * 16
+        if skipped - piece * 16 >= tile.tokens_of_piece:
+            kept = Int32(0)
+        if kept < tile.tokens_of_piece:
+            to = at + piece * tile.value_leading
+            words = ptx.shared_load(to, Int32, 4)
+            cleared = []
+            for i in cutlass.range_constexpr(4):
+                count = cutlass.min(cutlass.max(kept - i * of_word, 0), of_word)
+                cleared.append(ptx.low_bits(words[i], count * (32 // of_word)))
+            ptx.shared_store(to, cleared)
+
+
+@cute.jit
+def add_outputs(tile: cutlass.Constexpr[Tile], outputs, normaliser, stage, group, shared):
+    """``outputs[(64-row half of D, second, column)] += values of a stage times the warpgroup's probabilities``.
+
+    Every step goes to float32: wgmma adds up e4m3 products in less precision.
+    """
+    places = tile.places
+    values = ptx.descriptor(shared + places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
+    if cutlass.const_expr(not tile.alternate):
+        values = values + group * (DIM * 16 >> 4)
+    probabilities = ptx.descriptor(
+        shared + places.probabilities + group * tile.probability_bytes, tile.query_pitch
+    )  # fmt: skip
+    pieces = 2  # of 16 bytes, of one product's K
+    tokens = STEP if tile.alternate else STEP // WARPGROUPS
+    own, per_product = tile.own_columns, tile.columns // 2
+    for begin in cutlass.range_constexpr(0, DIM // 64, tile.chains):
+        found = ptx.multiply(
+            tile.kind, tile.columns, values + begin * (64 * 16 >> 4), probabilities, (CORE, CORE),
+            (pieces * tile.value_leading, pieces * tile.query_pitch), tokens // (pieces * tile.tokens_of_piece),
+            tile.chains, 64 * 16,
+        )  # fmt: skip
+        for chain in cutlass.range_constexpr(tile.chains):
+            for k in cutlass.range_constexpr(2 * own):
+                place = ((begin + chain) * 2 + ((k >> 1) & 1)) * own + (k >> 2) * 2 + (k & 1)
+                high = found[chain * per_product + k]
+                if cutlass.const_expr(not tile.is_e4m3):
+                    outputs[place] = outputs[place] + high
+                else:
+                    low = found[chain * per_product + 2 * own + k]
+                    if cutlass.const_expr(tile.token_scales):
+                        both = ptx.multiply_add(low, Float32(0.0625), high)
+                        outputs[place] = ptx.multiply_add(both, normaliser, outputs[place])
+                    else:
+                        outputs[place] = ptx.multiply_add(low, Float32(0.0625), outputs[place] + high)

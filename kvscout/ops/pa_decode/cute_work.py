@@ -1,0 +1,143 @@
+"""What a thread block has to do: its task of the plan, and the tokens that its query rows see."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...kernels.cute.ptx import load
+from .cute_tile import STEP, Tile
+
+STEP_BITS = STEP.bit_length() - 1
+
+
+class Data(NamedTuple):
+    """What a kernel is given: addresses (0 where there is nothing), strides in bytes, and numbers."""
+
+    output: Int64
+    query: Int64
+    keys: Int64
+    values: Int64
+    tables: Int64
+    work_info: Int64
+    reduce_info: Int64
+    key_scale: Int64
+    value_scale: Int64
+    sinks: Int64
+    lse: Int64
+    partial_out: Int64  # [Hkv, rows, capacity, D]: a row's partitions are contiguous
+    partial_stats: Int64  # [Hkv, rows, capacity, (reference, sum)]
+    output_row: Int64
+    output_head: Int64
+    query_row: Int64
+    query_head: Int64
+    key_block: Int64
+    key_head: Int64
+    value_block: Int64
+    value_head: Int64
+    table_row: Int64
+    lse_row: Int64
+    key_scale_block: Int64
+    key_scale_head: Int64
+    key_scale_token: Int64
+    value_scale_block: Int64
+    value_scale_head: Int64
+    value_scale_token: Int64
+    num_sequences: Int32
+    capacity: Int32
+    query_length: Int32
+    group: Int32
+    task_steps: Int32  # steps of a tile of the plan
+    back: Int32  # query token at t sees those after t - back, ...
+    ahead: Int32  # ... and before t + ahead
+    is_float16: Int32  # queries and outputs, else bfloat16
+    sinks_are_16_bit: Int32
+    keys_by_token: Int32  # whether keys have a scale per token
+    values_by_token: Int32
+    rows_first: Int32  # whether the grid's first dimension is row blocks, else tasks
+    softmax_scale: Float32
+    value_factor: Float32
+    per_group: Float32  # 1 / group
+
+
+class Work(NamedTuple):
+    """A thread block's work, in tokens of its sequence."""
+
+    slot: Any
+    kv_head: Any
+    first_row: Any
+    sequence: Any
+    first_step: Any
+    steps: Any
+    lowest: Any  # what any of its rows sees is [lowest, highest)
+    highest: Any
+    all_low: Any  # what all of its rows see is [all_low, all_high)
+    all_high: Any
+    context: Any
+
+
+@cute.jit
+def place_of(data, row):
+    """Query token, and head within the group, of a row; exact up to 2^20 rows, and without a slow division."""
+    position = Int32((Float32(row) + Float32(0.5)) * data.per_group)
+    return position, row - position * data.group
+
+
+@cute.jit
+def visible(data, context, position):
+    """The tokens ``[low, high)`` that a query token sees. No sum passes 2^31; ``high`` may be negative."""
+    at = context - data.query_length + position
+    low = cutlass.max(at + 1, data.back) - data.back
+    return low, cutlass.min(at, context - data.ahead) + data.ahead
+
+
+@cute.jit
+def steps_of(data, first_tile, end_tile, lowest, highest):
+    """First step, and number of steps, of the tiles ``[first_tile, end_tile)`` that hold any token in question."""
+    first = cutlass.max(first_tile * data.task_steps, lowest >> STEP_BITS)
+    end = cutlass.min(end_tile * data.task_steps, (cutlass.max(highest, 0) + (STEP - 1)) >> STEP_BITS)
+    return first, cutlass.max(end - first, 0)
+
+
+@cute.jit
+def read_task(data, slot):
+    """Sequence, first tile, end tile and context length of a slot."""
+    sequence, first_tile, end_tile, context = load(data.work_info + Int64(slot) * 16, Int32, 4)
+    return sequence, first_tile, end_tile, context
+
+
+@cute.jit
+def positions_of(tile: cutlass.Constexpr[Tile], data, first_row):
+    """The first and the last query token of a row block."""
+    first, _ = place_of(data, first_row)
+    last, _ = place_of(data, first_row + (tile.rows - 1))
+    return first, cutlass.min(last, data.query_length - 1)
+
+
+@cute.jit
+def row_span(data, context, first_position, last_position):
+    """``lowest, highest, all_low, all_high`` of such a block; see :class:`Work`."""
+    lowest, all_high = visible(data, context, first_position)
+    all_low, highest = visible(data, context, last_position)
+    return lowest, highest, all_low, all_high
+
+
+@cute.jit
+def partitions_of(data, sequence):
+    """First slot of a sequence, and number of its slots."""
+    at = data.reduce_info + Int64(sequence) * 8
+    return load(at), load(at + 4)
+
+
+@cute.jit
+def output_of(data, sequence, kv_head, row):
+    """Address of a row's output, and of its lse."""
+    position, in_group = place_of(data, row)
+    head = Int64(kv_head * data.group + in_group)
+    at = Int64(sequence) * data.query_length + position
+    return (
+        data.output + at * data.output_row + head * data.output_head,
+        data.lse + at * data.lse_row + head * 4,
+        head,
+    )

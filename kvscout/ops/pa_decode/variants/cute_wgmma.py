@@ -1,0 +1,207 @@
+"""Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 keeps 16-bit accuracy, a second kernel merges.
+
+Wins: everywhere on Hopper that it serves: chunked caches, D 128.
+Limit: small batches wait for a chain of latencies (plan, page ids, first tile, merge), large ones for memory. More than
+64 query rows per KV head read the cache again for every 64. e4m3 products are added up with 14 bits, which makes errors
+of up to 8e-4 in logits and lse. No context may come within 1024 tokens of 2^31.
+Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16), plans of 132 slots: 1 x 8k
+tokens 5.7 (6.5), 4 x 8k 6.4 (7.0), 8 x 8k 7.4 (8.6), 32 x 8k 21.9 (36.4), 4 x 32k 9.4 (21.1), 3 x 220k 44.8 (81.1); 4
+query tokens, 3 x 8k 12.7 (11.8), 8 x 32k 34.8 (41.8); 64 rows of 2048 tokens in pages of 16, 11.2 (14.7). Plans of 264
+slots, the default, took up to 16% more, with 4 query tokens up to 50%.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import fp8
+from ....device import DEFAULT_NUM_SMS
+from ....kernels.cute import runtime
+from ....kernels.cute.program import Program
+from ....paging import CHUNKED, PAGE_SIZES
+from ....variants import Variant
+from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
+from ..cute_tile import DIM, STEP, Tile
+
+CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+ROWS = (16, 32, 64)
+"""Query rows that a thread block may take: with 64, outputs and scores fill the registers."""
+
+# The kernel divides rows by the group in float32, and CUDA counts a grid's second and third dimension in 16 bits.
+MAX_ROWS = 1 << 20
+MAX_GRID = 65535
+
+# Thread blocks of the merge, at most: a row each while there are few; with more, blocks that find nothing to do would
+# take the time, which is what most of them find where there is less than a second slot per sequence.
+MERGE_BLOCKS = 4096
+FEW_MERGE_BLOCKS = 528
+
+# Bulk copies take addresses that are multiples of this.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """See :class:`~..cute_tile.Tile`."""
+
+    rows: int
+    stages: int
+    blocks: int = 1
+
+
+def _refuses(problem: Problem) -> str | None:
+    if problem.cache_dtype not in CACHES:
+        return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
+    if problem.cache_dtype not in (fp8.FN, problem.dtype):
+        return f"caches of {problem.cache_dtype} need queries of the same dtype, not {problem.dtype}"
+    if problem.layout != CHUNKED:
+        return f"reads chunked caches only, these are {problem.layout}"
+    if problem.head_dim != DIM:
+        return f"serves head dimension {DIM}, this is {problem.head_dim}"
+    if not problem.whole_pages:
+        return f"copies pages in bulk, which must each be one run of memory on a {ALIGNMENT}-byte boundary"
+    if problem.tile % STEP:
+        return f"needs a plan whose tiles are multiples of {STEP} tokens, these have {problem.tile}"
+    rows = problem.rows_per_head
+    config = _default_config(problem)
+    if rows > MAX_ROWS or max(problem.num_kv_heads, -(-rows // config.rows)) > MAX_GRID:
+        return f"a launch has no room for {problem.num_kv_heads} KV heads of {rows} query rows"
+    if rows > config.rows and problem.capacity > MAX_GRID:
+        return f"with more than {config.rows} query rows per KV head, a launch has no room for {problem.capacity} tasks"
+    return runtime.refusal(_program(problem, config))
+
+
+def _configs(cache: torch.dtype, page: int, token_scales: bool) -> list[Config]:
+    """Every config: 16 rows, alone on a multiprocessor and in pairs, then more rows."""
+    # 128 KB of rings, whose copies hide the latency of memory.
+    stages = 4 if cache == fp8.FN else 2
+    alone = [Config(rows, stages) for rows in ROWS]
+    # A pair's registers are just enough, but not for this.
+    pairs = [] if token_scales and page == STEP else [Config(ROWS[0], stages // 2, 2)]
+    return [alone[0], *pairs, *alone[1:]]
+
+
+def _space(problem: Problem) -> list[Config]:
+    return _configs(problem.cache_dtype, problem.page, _has_token_scales(problem))
+
+
+def _has_token_scales(problem: Problem) -> bool:
+    return TOKEN in (problem.key_scale, problem.value_scale)
+
+
+def _default_config(problem: Problem) -> Config:
+    configs = _space(problem)
+    fitting = [config for config in configs if config.rows >= problem.rows_per_head] or configs[-1:]
+    # With at most one task a multiprocessor, deep rings took up to 13% less time; with more, pairs of blocks 7% to 26%,
+    # as one of them loads while the other one ends.
+    pairs = problem.capacity * problem.num_kv_heads > DEFAULT_NUM_SMS
+    return next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
+
+
+def _program(problem: Problem, config: Config) -> Program:
+    return _named(CACHES[problem.cache_dtype], problem.page, config, _has_token_scales(problem))
+
+
+def _named(cache: str, page: int, config: Config, token_scales: bool) -> Program:
+    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales)
+    return Program(tile.name, "kvscout.ops.pa_decode.cute_launch:build", tile)
+
+
+def _programs() -> Iterator[Program]:
+    for dtype, cache in CACHES.items():
+        for page in PAGE_SIZES:
+            for token_scales in (False, True) if dtype == fp8.FN else (False,):
+                for config in _configs(dtype, page, token_scales):
+                    yield _named(cache, page, config, token_scales)
+
+
+def _load(problem: Problem, config: Config) -> None:
+    _kernel(problem, config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel(problem: Problem, config: Config) -> Callable[..., Any]:
+    return runtime.load(_program(problem, config))
+
+
+def _launch(problem: Problem, config: Config, args: Args) -> None:
+    rows, kv_heads = problem.rows_per_head, problem.num_kv_heads
+    row_blocks = -(-rows // config.rows)
+    rows_first = row_blocks > 1
+    partials = _aligned(args.scratch()) if problem.max_partitions > 1 else None
+    out_address, stats_address = (0, 0) if partials is None else (partials[0].data_ptr(), partials[1].data_ptr())
+    output, query, lse, sinks = args.output, args.query, args.lse, args.sinks
+    keys, values = args.kv.keys, args.kv.values
+    output_row, output_head, _ = output.stride()
+    query_row, query_head, _ = query.stride()
+    key_block, key_head = keys.stride()[:2]
+    value_block, value_head = values.stride()[:2]
+    size = keys.element_size()
+    reach = problem.window or INT32_MAX
+    merge = (0, 0) if partials is None else _merge_grid(problem)
+    data = (
+        output.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), args.block_tables.data_ptr(),
+        args.work_info.data_ptr(), args.reduce_info.data_ptr(), _address(args.key_scale), _address(args.value_scale),
+        _address(sinks), _address(lse), out_address, stats_address,
+        2 * output_row, 2 * output_head, 2 * query_row, 2 * query_head,
+        size * key_block, size * key_head, size * value_block, size * value_head,
+        4 * args.block_tables.stride(0), 0 if lse is None else 4 * lse.stride(0),
+        *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
+        problem.num_sequences, problem.capacity, problem.query_length, problem.group, problem.tile // STEP,
+        reach, 1 if problem.causal else reach,
+        int(problem.dtype == torch.float16), int(sinks is not None and sinks.dtype != torch.float32),
+        int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN), int(rows_first),
+        args.softmax_scale * args.key_factor, args.value_factor, 1 / problem.group,
+    )  # fmt: skip
+    grid = (row_blocks, problem.capacity) if rows_first else (problem.capacity, row_blocks)
+    _kernel(problem, config)(args.context_lengths, data, *grid, kv_heads, problem.max_partitions, *merge)
+
+
+def _merge_grid(problem: Problem) -> tuple[int, int]:
+    """Sequences, and rows of each, that thread blocks of the merge begin with."""
+    sequences, kv_heads = problem.num_sequences, problem.num_kv_heads
+    most = MERGE_BLOCKS if problem.capacity >= 2 * sequences else FEW_MERGE_BLOCKS
+    rows = min(problem.rows_per_head, max(1, most // (sequences * kv_heads)))
+    return min(sequences, max(1, most // (rows * kv_heads))), rows
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _aligned(partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Memory for partial results, or other memory where bulk copies could not read it."""
+    if any(partial.data_ptr() % ALIGNMENT for partial in partials):
+        out, stats = partials
+        return torch.empty(out.shape, device=out.device), torch.empty(stats.shape, device=out.device)
+    return partials
+
+
+def _scale_strides(kind: str, scale: Tensor | None) -> tuple[int, int, int]:
+    """Strides of a scale by block, head and token, in bytes."""
+    if scale is None or kind == SCALAR:
+        return 0, 0, 0
+    if kind != TOKEN:
+        return 0, 4 * scale.stride(0), 0
+    block, head, token = scale.stride()
+    return 4 * block, 4 * head, 4 * token
+
+
+VARIANT = Variant(
+    launch=_launch,
+    default_config=_default_config,
+    refuses=_refuses,
+    space=_space,
+    records_grad=False,
+    rank=lambda problem: 150,
+    lacks=lambda: runtime.unavailable(_programs()),
+    load=_load,
+    programs=_programs,
+)

@@ -1,0 +1,126 @@
+"""What ptxas makes of every kernel of ``cute_wgmma``, on a machine that need not have a GPU.
+
+Numbers and order of instructions; whether they compute the right thing is for the cases to say.
+"""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from kvscout.kernels.cute import toolchain
+from kvscout.ops.pa_decode.cute_tile import DIM, THREADS, Tile
+from kvscout.ops.pa_decode.variants.cute_wgmma import CACHES, VARIANT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
+]
+
+# The kernels of one element type, in one process: importing CuTe DSL takes seconds. The opcodes of a kernel tell its
+# instructions in their order.
+COMPILE = """
+import json, re, sys
+from kvscout.ops.pa_decode.variants.cute_wgmma import VARIANT
+from kvscout.testing.compiled_cute import compile_program
+
+found = {}
+for program in VARIANT.programs():
+    if program.spec.cache == sys.argv[1]:
+        made = compile_program(program)
+        kernels = {}
+        for kernel in made.kernels:
+            opcodes = re.findall(r"/[*][0-9a-f]{4,}[*]/ +(?:@!?U?P\\w+ +)?([A-Z][\\w.]*)", kernel.sass)
+            role = re.match(r"kernel_cutlass_(decode|reduce)_", kernel.name)[1]
+            kernels[role] = {"registers": kernel.registers, "stack": kernel.stack, "opcodes": opcodes}
+        found[program.name] = {"spills": made.spills, "warnings": made.warnings, "kernels": kernels}
+print(json.dumps(found))
+"""
+
+REGISTERS = 65536
+
+
+@dataclass(frozen=True)
+class Kernel:
+    registers: int
+    stack: int
+    opcodes: list[str]
+
+    def places(self, *instructions):
+        """Where instructions stand whose first words are one of these."""
+        return [i for i, word in enumerate(self.opcodes) if f"{word}.".startswith(tuple(f"{i}." for i in instructions))]
+
+
+@dataclass(frozen=True)
+class Made:
+    tile: Tile
+    spills: int
+    warnings: list[str]
+    decode: Kernel
+    reduce: Kernel
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(c, marks=pytest.mark.xdist_group(f"cute_{c}")) for c in CACHES.values()]
+)
+def programs(request, run_python):
+    found = json.loads(run_python("-c", COMPILE, request.param, timeout=900).stdout)
+    tiles = {program.name: program.spec for program in VARIANT.programs()}
+    assert set(found) == {name for name, tile in tiles.items() if tile.cache == request.param}
+    return [
+        Made(tiles[name], row["spills"], row["warnings"], **{role: Kernel(**k) for role, k in row["kernels"].items()})
+        for name, row in found.items()
+    ]
+
+
+def test_nothing_spills_and_matrix_instructions_are_not_serialised(programs):
+    for made in programs:
+        assert (made.spills, made.warnings) == (0, []), made.tile.name
+        for kernel in (made.decode, made.reduce):
+            assert kernel.stack == 0, made.tile.name
+            assert kernel.places("LDL", "STL") == [], made.tile.name
+        assert made.decode.registers * THREADS <= REGISTERS, made.tile.name
+        assert len(made.decode.places("USETMAXREG")) == 2 * made.tile.moves_registers, made.tile.name
+
+
+def test_products_are_as_many_matrix_instructions_as_they_need(programs):
+    for made in programs:
+        tile = made.tile
+        k, word = (32, "QGMMA") if tile.is_e4m3 else (16, "HGMMA")
+        places = made.decode.places(word)
+        scores, outputs = tile.halves * (DIM // k), DIM // 64 * (tile.halves * 64 // k)
+        assert len(places) == scores + outputs, tile.name
+        assert all(f"64x{tile.columns}x{k}" in made.decode.opcodes[place] for place in places), tile.name
+        assert made.decode.places("HMMA", "IMMA") == [], tile.name
+
+
+def test_pages_and_partial_results_are_copied_in_bulk(programs):
+    for made in programs:
+        # One loop for keys and values; the compiler may write it twice.
+        assert made.decode.places("UBLKCP"), made.tile.name
+        # A row's first partial results, and those of a later part.
+        assert len(made.reduce.places("UBLKCP")) == 2, made.tile.name
+        assert bool(made.decode.places("LDGSTS")) == made.tile.token_scales, made.tile.name
+
+
+def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(programs):
+    memory = ("LDG", "LD", "LDGSTS", "STG", "ST", "RED", "ATOM", "ATOMG", "UBLKCP", "QGMMA", "HGMMA")
+    for made in programs:
+        (wait,) = made.decode.places("ACQBULK")
+        assert made.decode.places(*memory)[0] > wait, made.tile.name
+        # The merge reads which slots are whose in the plan, which is older, and nothing else.
+        (wait,) = made.reduce.places("ACQBULK")
+        early = [place for place in made.reduce.places(*memory) if place < wait]
+        assert [made.reduce.opcodes[place].partition(".")[0] for place in early] == ["LDG", "LDG"], made.tile.name
+        # The next kernel may start when the last step has been read; the merge has no reason to wait.
+        (trigger,) = made.decode.places("PREEXIT")
+        assert trigger > max(made.decode.places("QGMMA", "HGMMA")), made.tile.name
+        (trigger,) = made.reduce.places("PREEXIT")
+        assert trigger < made.reduce.places("UBLKCP")[0], made.tile.name
+
+
+def test_nothing_divides(programs):
+    for made in programs:
+        for kernel in (made.decode, made.reduce):
+            # What a division by a number that is not constant becomes: a reciprocal of an integer.
+            assert kernel.places("I2F.U32.RP", "I2F.RP", "CALL") == [], made.tile.name

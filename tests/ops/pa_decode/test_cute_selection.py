@@ -1,0 +1,135 @@
+"""Which kernel ``pa_decode`` takes for which call on Hopper, and why it takes none."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvscout import UnsupportedProblem, paging
+from kvscout.kernels.cute import runtime
+from kvscout.ops.pa_decode.api import FAMILY, TOKEN, Problem
+from kvscout.ops.pa_decode.variants import cute_wgmma
+from kvscout.ops.pa_decode.variants.cute_wgmma import VARIANT, Config
+
+NAME = "cute_wgmma"
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+
+
+def problem(**words):
+    shape = {
+        "arch": "sm_90", "num_sequences": 4, "query_length": 1, "num_heads": 16, "num_kv_heads": 1, "head_dim": 128,
+        "dtype": torch.bfloat16, "cache_dtype": FN, "layout": "chunked", "page": 128, "capacity": 264,
+        "max_partitions": 132, "tile": 256,
+    }  # fmt: skip
+    return Problem(**{**shape, **words})
+
+
+@pytest.fixture(autouse=True)
+def own_choices(forget):
+    """No other test's choices."""
+
+
+@pytest.fixture
+def every_kernel(monkeypatch):
+    monkeypatch.setattr(runtime, "refusal", lambda program: None)
+    monkeypatch.setattr(runtime, "load", lambda program: print)
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        ({}, Config(16, 2, 2)),
+        ({"num_heads": 1}, Config(16, 2, 2)),
+        ({"capacity": 132}, Config(16, 4)),
+        ({"capacity": 133}, Config(16, 2, 2)),
+        ({"num_heads": 128, "num_kv_heads": 8, "capacity": 16}, Config(16, 4)),
+        ({"num_heads": 128, "num_kv_heads": 8, "capacity": 17}, Config(16, 2, 2)),
+        ({"num_heads": 17}, Config(32, 4)),
+        ({"query_length": 2}, Config(32, 4)),
+        ({"query_length": 4}, Config(64, 4)),
+        ({"query_length": 9}, Config(64, 4)),
+        ({"cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
+        ({"cache_dtype": torch.bfloat16, "capacity": 4}, Config(16, 2)),
+        ({"cache_dtype": torch.float16, "dtype": torch.float16, "query_length": 3}, Config(64, 2)),
+    ],
+)
+def test_a_call_gets_its_config(words, config, every_kernel):
+    choice = FAMILY.choose(problem(**words))
+    assert (choice.variant.name, choice.config) == (NAME, config)
+
+
+def test_every_config_of_a_call_or_a_tuner_is_among_the_programs():
+    programs = list(VARIANT.programs())
+    assert len(set(programs)) == len({program.name for program in programs}) == len(programs)
+    seen = set()
+    types = [(torch.bfloat16, FN), (torch.float16, FN), *[(t, t) for t in (torch.bfloat16, torch.float16)]]
+    for (dtype, cache), page, group, kind in itertools.product(types, paging.PAGE_SIZES, (1, 20, 64), ("none", TOKEN)):
+        if kind == "none" or cache == FN:
+            asked = problem(dtype=dtype, cache_dtype=cache, page=page, num_heads=group, value_scale=kind)
+            seen |= {cute_wgmma._program(asked, config) for config in VARIANT.configs(asked)}
+    # And none is compiled in vain.
+    assert seen == set(programs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"layout": "nhd"}, "reads chunked caches only, these are nhd"),
+        ({"layout": "plain_v"}, "reads chunked caches only, these are plain_v"),
+        ({"head_dim": 64}, "serves head dimension 128, this is 64"),
+        ({"cache_dtype": FNUZ}, "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"),
+        (
+            {"cache_dtype": torch.float16},
+            "caches of torch.float16 need queries of the same dtype, not torch.bfloat16",
+        ),
+        ({"whole_pages": False}, "copies pages in bulk, which must each be one run of memory on a 16-byte boundary"),
+        ({"tile": 192}, "needs a plan whose tiles are multiples of 128 tokens, these have 192"),
+        (
+            {"num_heads": 64, "query_length": 2, "capacity": 70_000},
+            "with more than 64 query rows per KV head, a launch has no room for 70000 tasks",
+        ),
+        ({"query_length": 1 << 17}, "a launch has no room for 1 KV heads of 2097152 query rows"),
+        ({"num_heads": 70_000, "num_kv_heads": 70_000}, "a launch has no room for 70000 KV heads of 1 query rows"),
+        ({"arch": "sm_80"}, "CuTe DSL kernels are written for sm_90 (H100, H200); this is sm_80"),
+    ],
+)
+def test_what_is_not_served_is_told(changed, reason, every_kernel):
+    asked = replace(problem(), **changed)
+    assert FAMILY.refusal(NAME, asked) == reason
+    with pytest.raises(UnsupportedProblem, match="cute_wgmma") as raised:
+        FAMILY.choose(asked, NAME)
+    assert reason in str(raised.value)
+
+
+def test_auto_falls_back_to_triton(every_kernel):
+    assert FAMILY.choose(problem()).variant.name == NAME
+    assert FAMILY.choose(problem(layout="hnd")).variant.name == "triton_tile"
+    assert FAMILY.choose(problem(capacity=70_000)).variant.name == NAME
+
+
+def caches(layout="chunked", blocks=3, heads=2, page=32, dtype=FN):
+    return paging.new_caches(layout, blocks, heads, page, 128, dtype, "cpu")
+
+
+@pytest.mark.parametrize("page", paging.PAGE_SIZES)
+@pytest.mark.parametrize("dtype", [FN, torch.bfloat16])
+def test_caches_of_whole_pages_are_told_from_others(page, dtype):
+    keys, values = caches(page=page, dtype=dtype)
+
+    def whole(keys, values):
+        return paging.pages(keys, values, 2, "chunked").whole_pages
+
+    assert whole(keys, values)
+    size = keys[0].numel()
+    both = torch.zeros(3, 2 * size + 16).to(dtype)
+    keys, values = both[:, :size].unflatten(1, keys.shape[1:]), both[:, size:-16].unflatten(1, values.shape[1:])
+    assert whole(keys, values)
+    # Off a boundary, with gaps between blocks that are, and with gaps within a page.
+    off = torch.zeros(3 * size + 1).to(dtype)[1:].view(values.shape)
+    assert not whole(keys, off)
+    odd = torch.zeros(3, size + 1).to(dtype)[:, :size].unflatten(1, values.shape[1:])
+    assert not whole(keys, odd)
+    gaps = torch.zeros(*values.shape[:3], 129, values.shape[4]).to(dtype)[:, :, :, :128]
+    assert whole(keys, gaps) == (values.shape[2] == 1)
+    assert not paging.pages(*caches("hnd"), 2, "hnd").whole_pages

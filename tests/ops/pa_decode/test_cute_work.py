@@ -1,0 +1,168 @@
+"""The arithmetic of ``cute_wgmma`` in integers, run as Python: which rows, tokens and steps are whose."""
+
+import builtins
+import itertools
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvscout.ops.pa_decode import cute_tile
+from kvscout.ops.pa_decode.cute_tile import DIM, STEP, Tile
+from kvscout.ops.pa_decode.variants.cute_wgmma import ROWS, VARIANT
+from kvscout.ops.pa_decode.variants.torch_reference import visible
+from tests.ops.mqa_logits.lanes import Int32, _Constexpr
+
+MOST = 2**31 - 1
+TILES = [program.spec for program in VARIANT.programs()]
+
+
+def code_of(name):
+    """The functions of a file of device code, whose 32-bit integers raise where they overflow."""
+    cute, cutlass = ModuleType("cutlass.cute"), ModuleType("cutlass")
+    cute.jit = lambda function: function
+    vars(cutlass).update(
+        cute=cute,
+        Int32=Int32,
+        Int64=int,
+        Float32=np.float32,
+        Constexpr=_Constexpr,
+        min=lambda one, other: Int32(min(one, other)),
+        max=lambda one, other: Int32(max(one, other)),
+    )
+
+    def import_(module, *arguments):
+        if module.startswith("cutlass"):
+            return cutlass
+        if module.endswith("ptx"):
+            return SimpleNamespace(load=None)
+        return builtins.__import__(module, *arguments)
+
+    path = Path(cute_tile.__file__).with_name(f"{name}.py")
+    found = {
+        "__name__": f"kvscout.ops.pa_decode.{name}",
+        "__package__": "kvscout.ops.pa_decode",
+        "__builtins__": {**vars(builtins), "__import__": import_},
+    }
+    exec(compile(path.read_text(), str(path), "exec"), found)
+    return SimpleNamespace(**found)
+
+
+WORK = code_of("cute_work")
+
+
+def numbers(query_length=1, group=8, window=0, causal=True, task_steps=2):
+    reach = window or MOST
+    return SimpleNamespace(
+        query_length=Int32(query_length),
+        group=Int32(group),
+        per_group=np.float32(1 / group),
+        back=Int32(reach),
+        ahead=Int32(1 if causal else reach),
+        task_steps=Int32(task_steps),
+    )
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 16, 41, 63, 64])
+def test_a_row_s_query_token_and_head_are_those_of_a_division(group):
+    data = numbers(group=group)
+    rows = {0, 1, group - 1, group, 2 * group - 1, 1000, *range((1 << 20) - 2 * group, 1 << 20)}
+    for row in rows:
+        assert WORK.place_of(data, Int32(row)) == divmod(row, group)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 2, 100, 4096, MOST - 1])
+def test_a_query_token_sees_what_the_definition_says(window, causal):
+    for query_length, context in itertools.product((1, 3, 8), (1, 2, 5, 300, MOST - 1024)):
+        data = numbers(query_length, window=window, causal=causal)
+        low, high = visible(torch.tensor([context]), query_length, window, causal)
+        for position in range(query_length):
+            expected = low[0, position].item(), high[0, position].item()
+            got = WORK.visible(data, Int32(context), Int32(position))
+            # Both are empty where nothing is seen.
+            assert got == expected or (max(got[1], 0) <= got[0] and max(expected[1], 0) <= expected[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 130, 4096])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_block_s_tasks_cover_what_its_rows_see_and_little_else(rows, window, causal):
+    tile = SimpleNamespace(rows=rows)
+    for group, query_length, context in itertools.product((1, 5, 64), (1, 4), (1, 3, 256, 700, 1025)):
+        data = numbers(query_length, group, window, causal)
+        low, high = visible(torch.tensor([context]), query_length, window, causal)
+        for first_row in range(0, group * query_length, rows):
+            positions = sorted({row // group for row in range(first_row, min(first_row + rows, group * query_length))})
+            lows, highs = low[0, positions].tolist(), high[0, positions].tolist()
+            spans = WORK.row_span(data, Int32(context), *WORK.positions_of(tile, data, Int32(first_row)))
+            assert spans == (min(lows), max(highs), max(lows), min(highs))
+            covered = []
+            tiles = -(-context // 256)
+            for begin, end in itertools.pairwise(sorted({0, 1, tiles // 2, tiles})):
+                first, steps = WORK.steps_of(data, Int32(begin), Int32(end), *spans[:2])
+                covered += range(first * STEP, (first + steps) * STEP)
+            needed = set(range(max(min(lows), 0), max(highs)))
+            assert len(covered) == len(set(covered))
+            assert needed <= set(covered)
+            assert not covered or (
+                min(needed) // STEP == min(covered) // STEP and max(covered) // STEP == max(needed) // STEP
+            )
+
+
+def test_the_longest_context_does_not_overflow():
+    context = Int32(MOST - 1024)
+    for window, causal in itertools.product((0, 1, MOST - 1), (True, False)):
+        data = numbers(8, window=window, causal=causal)
+        spans = WORK.row_span(data, context, Int32(0), Int32(1))
+        tiles = -(-context // 256)
+        first, steps = WORK.steps_of(data, Int32(tiles - 1), Int32(tiles), *spans[:2])
+        assert first >= (tiles - 1) * 2
+        assert first + steps <= -(-context // STEP)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_shared_memory_holds_everything_apart_and_aligned(tile):
+    places = tile.places
+    ring = tile.stages * tile.stage_bytes
+    assert (places.keys, places.values, places.queries) == (0, ring, 2 * ring)
+    assert tile.rows * DIM * 2 == tile.query_pitch * tile.chunks
+    assert 2 * tile.exchange_bytes <= ring
+    begins = [place for name, place in zip(places._fields, places, strict=True) if name not in ("exchange", "size")]
+    assert begins == sorted(begins)
+    assert all(place % 16 == 0 for place in places)
+    assert places.size == places.barriers + 8 * 4 * tile.stages <= 227 << 10
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_descriptors_walk_the_operands_as_they_lie(tile):
+    """Where wgmma reads rows of 16 bytes, against where the copies put them."""
+    element = tile.element_bytes
+    x = 16 // element
+
+    def key_at(token, chunk):
+        page, in_page = divmod(token, tile.page)
+        if tile.by_chunk:
+            return chunk * tile.key_leading + page * tile.page * 16 + in_page * 16
+        return page * tile.page_bytes + (chunk * tile.page + in_page) * 16
+
+    for half, m, chunk in itertools.product(range(2), range(64), range(DIM // x)):
+        token = 16 * (m // 8) + 8 * half + m % 8
+        at = half * cute_tile.CORE + m // 8 * tile.key_stride + chunk * tile.key_leading + m % 8 * 16
+        assert at == key_at(token, chunk)
+    # Values: pages one after the other, each [tokens / x, D, x].
+    parity = [0] if tile.alternate else [0, 1]
+    for group, piece, d in itertools.product(parity, range(STEP // 16), range(DIM)):
+        first = 16 * piece + (0 if tile.alternate else 8 * group)
+        page, in_page = divmod(first, tile.page)
+        lies_at = page * tile.page_bytes + (in_page // x * DIM + d) * 16
+        assert lies_at == group * DIM * 16 + piece * tile.value_leading + d * 16
+
+
+def test_a_ring_that_would_mix_up_phases_is_no_kernel():
+    for wrong in ({"stages": 3}, {"rows": 24}, {"page": 48}):
+        with pytest.raises(ValueError, match="no kernel"):
+            Tile(**{"cache": "e4m3", "page": 16, "rows": 16, "stages": 4, **wrong})
+    assert Tile("bf16", 16, 16, 3).name.isidentifier()
