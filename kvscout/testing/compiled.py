@@ -26,6 +26,8 @@ from .case import Prepared
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 """Architectures that kernels can be compiled for, by the name that :func:`kvscout.device.arch_of` gives them."""
 
@@ -63,7 +65,15 @@ def compiling_for(arch: str) -> Iterator[list[Any]]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas gave a kernel: 32-bit registers a thread, stack and spill bytes, and static shared memory."""
+    """What a compiler gave a kernel.
+
+    Attributes:
+        name: the kernel's name.
+        registers: 32-bit registers a thread; vector registers on AMD.
+        stack: bytes of stack and spills a thread; of vector registers spilled on AMD.
+        shared: bytes of static shared memory.
+        sass: machine code as text; the assembly on AMD.
+    """
 
     name: str
     registers: int
@@ -72,12 +82,16 @@ class Resources:
     sass: str
 
     def count(self, instruction: str) -> int:
-        """How many SASS instructions start with ``instruction``."""
+        """How many instructions start with ``instruction``: the rest of a name follows a dot, or nothing does."""
         return len(re.findall(rf"\s{instruction}[.\s]", self.sass))
 
 
 def resources(kernel: Any) -> Resources:
-    """Registers, stack and machine code of a kernel compiled for an NVIDIA GPU."""
+    """Registers, stack and machine code of a compiled kernel."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        registers, spills = (int(re.findall(rf"\.{n}:\s+(\d+)", text)[0]) for n in ("vgpr_count", "vgpr_spill_count"))
+        return Resources(kernel.metadata.name, registers, 4 * spills, kernel.metadata.shared, text)
     text = disassembly(kernel.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:

@@ -33,20 +33,21 @@ CASES += [
 found = []
 for case in CASES:
     prepared = case.prepare(torch.device("cpu"))
-    for arch in ("sm_80", "sm_90"):
+    for arch in ("sm_80", "sm_90", "gfx942", "gfx950"):
         problem = replace(prepared.problem, arch=arch)
         launch = compile_launch(prepared, Choice(VARIANT, VARIANT.default_config(problem)), arch)
         for kernel in launch.kernels:
             found.append({
                 "arch": arch, "case": case.name, "kernel": kernel.name, "stack": kernel.stack, "shared": kernel.shared,
-                "wgmma": kernel.count("HGMMA"), "mma": kernel.count("HMMA"), "copies": kernel.count("LDGSTS"),
-                "torch_ops": launch.torch_ops, "atomics": kernel.count("ATOMG"),
+                "wgmma": kernel.count("HGMMA"), "mma": kernel.count("HMMA") + kernel.count("v_mfma\\\\w*"),
+                "copies": kernel.count("LDGSTS"),
+                "torch_ops": launch.torch_ops, "atomics": kernel.count("ATOMG") + kernel.count("global_atomic_add"),
                 "waits": kernel.count("ACQBULK"), "triggers": kernel.count("PREEXIT"),
             })
 print(json.dumps(found))
 """
 
-SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,9 @@ def compiled(run_python):
 
 @pytest.mark.slow
 def test_two_kernels_that_fit_and_do_not_spill(compiled):
-    assert {row["arch"] for row in compiled} == {"sm_80", "sm_90"}
-    assert len(compiled) == 2 * (2 * 11 + 3)
+    assert {row["arch"] for row in compiled} == set(SHARED_BYTES)
+    # Three are one kernel; on AMD the one that its last program merges elsewhere is two.
+    assert len(compiled) == 2 * (2 * 11 + 3) + 2 * (2 * 11 + 4)
     for row in compiled:
         assert row["torch_ops"] == [], row
         assert row["shared"] <= SHARED_BYTES[row["arch"]], row
@@ -67,9 +69,9 @@ def test_two_kernels_that_fit_and_do_not_spill(compiled):
 @pytest.mark.slow
 def test_tiles_are_copied_asynchronously_into_matrix_instructions(compiled):
     tiles = [row for row in compiled if "tile" in row["kernel"]]
-    assert len(tiles) == 2 * 14
+    assert len(tiles) == 4 * 14
     for row in tiles:
-        assert row["copies"] > 0, row
+        assert row["copies"] > 0 or row["arch"].startswith("gfx"), row
         assert row["wgmma"] + row["mma"] > 0, row
         # Instructions that read shared memory take 64 rows, so they are for that many.
         assert (row["wgmma"] > 0) == (row["arch"] == "sm_90" and "-ql4" in row["case"]), row
@@ -80,10 +82,10 @@ def test_what_is_not_split_or_merged_by_its_last_program_is_one_kernel(compiled)
     kernels = {}
     for row in compiled:
         kernels.setdefault((row["arch"], row["case"]), []).append(row)
-    for (_, case), found in kernels.items():
-        assert len(found) == (1 if case.startswith("one ") else 2), case
-        arrives = any(row["atomics"] for row in found)
-        assert arrives == (case == "one slot a sequence"), case
+    for (arch, case), found in kernels.items():
+        can_arrive = case == "one slot a sequence" and arch.startswith("sm_")
+        assert len(found) == (1 if can_arrive or case in ("one partition", "one tile") else 2), (arch, case)
+        assert any(row["atomics"] for row in found) == can_arrive, (arch, case)
 
 
 @pytest.mark.slow

@@ -1,16 +1,15 @@
-"""One program per task of the plan and KV head: tiles of keys and values against all query rows of the head.
+"""One program per task of the plan, KV head and block of query rows: keys and values pass through a pipelined ring.
 
-Scores and outputs are kept transposed (``S^T = K Q^T``, ``O^T = V^T P^T``), so that tokens and head elements fill the
-64 rows of a matrix instruction and the few query rows are its narrow side. Keys and values go from memory through a
-pipelined ring in shared memory into registers, where e4m3 is widened to float16 (which holds it exactly).
+Keys and values go from memory into shared memory by asynchronous copies, some steps ahead, and from there into the
+registers of matrix instructions, where e4m3 is widened to float16 (which holds it exactly). More than one partition is
+merged by a second kernel, or, where a plan has one slot a sequence, by the last program of a row's partitions.
 
 Wins: wherever no kernel made for the architecture serves the problem.
-Limit: more than one partition takes a second kernel that merges them. e4m3 is copied 8 bytes at a time, because Triton
-lays its ring out for 16-bit fragments, and from nhd and hnd caches its values leave the ring byte by byte. No context
-may come within 1024 tokens of 2^31.
-Measured: 2026-11-30, H200, 16 heads on one KV head of 128, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 11.5
-(12.9), 8 x 8k 14.7 (20.1), 32 x 8k 36.2 (62.6), 3 x 220k 76.5 (139); 4 query tokens, 8 x 32k 51.7 (77.3); 64 rows of
-2048 tokens in pages of 16, 25.3 (33.4).
+Limit: more than 32 rows go to instructions that read shared memory, whose fences wait for all copies under way. From
+nhd and hnd caches e4m3 values leave the ring byte by byte. No context may come within 1024 tokens of 2^31.
+Measured: 2026-11-30, H200, 16 heads on one KV head of 128, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 8.5
+(9.2), 4 x 8k 10.3 (11.4), 8 x 8k 11.3 (12.4), 32 x 8k 26.1 (40.0), 4 x 32k 17.7 (27.9), 3 x 220k 53.1 (89.8); 4 query
+tokens, 8 x 32k 48.0 (51.2); 64 rows of 2048 tokens in pages of 16, 17.6 (19.0).
 """
 
 from __future__ import annotations
@@ -87,7 +86,9 @@ def _tile(problem: Problem) -> Config:
     is_e4m3 = problem.cache_dtype in fp8.E4M3
     if problem.arch not in LARGE_SHARED_MEMORY:
         if problem.head_dim > 128:
-            return Config(32 if problem.head_dim <= 256 else 16, 16, 8, 2)
+            if problem.head_dim <= 256:
+                return Config(32, 16, 8, 2)
+            return Config(16, 16, 4 if problem.arch.startswith("gfx") else 8, 2)
         return Config(32 if is_e4m3 and problem.rows_per_head > 16 else 64, 32, 4, 2)
     if problem.head_dim > 256:
         return Config(32, 16, 8, 3)
