@@ -10,13 +10,11 @@ Exit code: 0 all there, 1 something failed, 2 bad usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +23,7 @@ from .. import env
 from ..kernels.cute import store, toolchain
 from ..kernels.cute.program import Program
 from ..testing.case import family, ops
-from . import arguments, console
+from . import arguments, console, workers
 from .arguments import UsageError
 
 NOT_REACHED = "not reached"
@@ -188,23 +186,14 @@ def _build(programs: Sequence[Program], folder: Path, jobs: int, built: dict[Pro
 def _results(programs: Sequence[Program], folder: Path, jobs: int) -> Iterator[tuple[Program, Built]]:
     if not programs:
         return
-    processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(programs)), processes, initializer=_start) as pool:
+    with workers.pool(min(jobs, len(programs))) as pool:
         futures = {pool.submit(_compile, program, _file(folder, program)): program for program in programs}
-        try:
-            for future in as_completed(futures):
-                try:
-                    result = future.result()
-                except BrokenProcessPool as broken:
-                    result = Built(0.0, f"or a kernel beside it: {broken}")
-                yield futures[future], result
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _start() -> None:
-    """Ctrl-C is for the process that started this one to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for future in as_completed(futures):
+            try:
+                result = future.result()
+            except BrokenProcessPool as broken:
+                result = Built(0.0, f"or a kernel beside it: {broken}")
+            yield futures[future], result
 
 
 def _compile(program: Program, path: Path) -> Built:

@@ -8,12 +8,10 @@ Exit code: 0 all right, 1 something failed or nothing could run, 2 bad usage, 13
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import functools
 import os
-import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 
@@ -21,7 +19,7 @@ import torch
 
 from ..testing import limits, provenance
 from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost, Outcome, verify_case
-from . import console
+from . import console, workers
 from .arguments import UsageError, write_json
 from .selection import GPU_LOST, Work, add_selection, device, select
 
@@ -97,26 +95,14 @@ def _results(work: Sequence[Work], where: torch.device, args: argparse.Namespace
         yield from (_verify(item, where, args.seed, args.full) for item in work)
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, processes, initializer=_start, initargs=(threads,)) as pool:
+    with workers.pool(jobs, functools.partial(torch.set_num_threads, threads)) as pool:
         futures = [pool.submit(_verify, item, where, args.seed, args.full) for item in work]
-        try:
-            for item, future in zip(work, futures, strict=True):
-                try:
-                    yield future.result()
-                except BrokenProcessPool as broken:
-                    died = Outcome(
-                        item.case.op, item.case.name, INPUTS, FAILED, message=f"or a case beside it: {broken}"
-                    )
-                    yield [died], ContextLost(str(broken))
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _start(threads: int) -> None:
-    """A process's share of the cores; Ctrl-C is for the process that started it to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
+        for item, future in zip(work, futures, strict=True):
+            try:
+                yield future.result()
+            except BrokenProcessPool as broken:
+                died = Outcome(item.case.op, item.case.name, INPUTS, FAILED, message=f"or a case beside it: {broken}")
+                yield [died], ContextLost(str(broken))
 
 
 def _verify(item: Work, where: torch.device, seed: int, every_config: bool) -> Found:
