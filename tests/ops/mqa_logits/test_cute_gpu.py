@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from kvscout import fp8_mqa_logits
 from kvscout.device import arch_of
@@ -47,20 +45,10 @@ def same_bits(a, b):
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def on_the_gpu(function):
-    """Names of everything that a function puts on the GPU: kernels, copies, fills."""
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        function()
-        torch.cuda.synchronize()
-    return [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
-
-
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("own_out", [True, False])
-def test_a_call_is_one_kernel_and_nothing_else(shape, clean, own_out):
+def test_a_call_is_one_kernel_and_nothing_else(shape, clean, own_out, on_the_gpu):
     call = make(*shape)
     call |= {"q_scale": torch.rand_like(call["weights"]), **({} if own_out else {"out": None})}
     (name,) = on_the_gpu(lambda: fp8_mqa_logits(**call, clean_logits=clean))
@@ -69,7 +57,7 @@ def test_a_call_is_one_kernel_and_nothing_else(shape, clean, own_out):
 
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_replays_are_one_kernel_and_follow_windows_that_change(shape, clean):
+def test_replays_are_one_kernel_and_follow_windows_that_change(shape, clean, on_the_gpu):
     call = make(*shape)
     out = call["out"]
     # A kernel is loaded by its first launch, which cannot be captured.

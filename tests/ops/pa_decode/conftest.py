@@ -1,15 +1,10 @@
 """Calls of ``pa_decode`` to start from, and the variants that the tests of this folder run on."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from kvscout import plan_pa_decode
-from kvscout.kernels.cute import cuda_runtime, runtime, toolchain
-from kvscout.ops.pa_decode import api
 from kvscout.ops.pa_decode.api import FAMILY
-from kvscout.ops.pa_decode.variants import cute_wgmma
 from kvscout.testing import paged_inputs
 
 
@@ -58,44 +53,3 @@ def _make(
 def make():
     """``make(lengths=(5, 0, 300), ...)``: the arguments of a call, its output full of NaN."""
     return _make
-
-
-MEMOISED = (
-    cuda_runtime.refusal,
-    runtime._refusal,
-    runtime.load,
-    toolchain.has_loader,
-    toolchain.dsl_version,
-    toolchain.c_compiler,
-    cute_wgmma._kernel,
-)
-
-
-def _forget():
-    for function in MEMOISED:
-        function.cache_clear()
-    runtime._FAILED.clear()
-    # The memo of choices, which other tests share.
-    vars(api.FAMILY).pop("_choose", None)
-
-
-@pytest.fixture
-def forget():
-    """Choices and kernels of other tests are not seen here, nor those of this one there; call it to forget again."""
-    _forget()
-    yield _forget
-    _forget()
-
-
-@pytest.fixture
-def on_hopper(monkeypatch, forget):
-    """Tensors on the CPU are taken for an H200's, and every kernel can be had."""
-    check = api.check
-
-    def checked(*arguments):
-        problem, args = check(*arguments)
-        return replace(problem, arch="sm_90"), args
-
-    monkeypatch.setattr(api, "check", checked)
-    monkeypatch.setattr(runtime, "refusal", lambda program: None)
-    monkeypatch.setattr(runtime, "load", lambda program: lambda *arguments: None)

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from kvscout import pa_decode, plan_pa_decode
 from kvscout.kernels.cute import runtime
@@ -55,25 +53,15 @@ def same_bits(a, b):
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def on_the_gpu(function):
-    """Names of everything that a function puts on the GPU: kernels, copies, fills."""
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        function()
-        torch.cuda.synchronize()
-    return [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
-
-
 @pytest.mark.parametrize("cache", [FN, torch.bfloat16])
-def test_a_call_is_a_kernel_and_a_merge(cache):
+def test_a_call_is_a_kernel_and_a_merge(cache, on_the_gpu):
     call = make((8192, 300, 0), cache)
     decode, reduce = on_the_gpu(lambda: pa_decode(**call))
     assert "decode" in decode
     assert "reduce" in reduce
 
 
-def test_a_call_that_is_never_split_is_one_kernel():
+def test_a_call_that_is_never_split_is_one_kernel(on_the_gpu):
     call = make((800, 300, 0), splits=(1, 264))
     (name,) = on_the_gpu(lambda: pa_decode(**call))
     assert "decode" in name
