@@ -101,7 +101,7 @@ def plan_pa_decode(
         num_kv_heads: heads in the KV cache; every head runs all tasks.
         max_partitions: most tasks of one sequence; None takes the number of SMs (or the plan's).
         workgroup_budget: workgroups to fill, over all KV heads; None takes twice the number of SMs (or the plan's).
-            ``pa_decode``'s variant ``cute_wgmma`` is as fast or, by up to a third, faster with as many as there are SMs.
+            Variant ``cute_wgmma`` of ``pa_decode`` is up to a third faster with as many as there are SMs.
         sliding_window: W, the tokens that a query sees, its own position included; 0 and -1 are no window.
         query_length: QL, query tokens per sequence.
         batch_invariant: split each sequence without regard to the others. The bits of its outputs then do not depend on
