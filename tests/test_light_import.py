@@ -6,10 +6,17 @@ import sys
 
 import pytest
 
+import kvscout.integrations
 import kvscout.ops
 
 OPS = [module.name for module in pkgutil.iter_modules(kvscout.ops.__path__)]
-STATEMENTS = ["import kvscout", "from kvscout import *", *(f"import kvscout.ops.{op}.api" for op in OPS)]
+ADAPTERS = [module.name for module in pkgutil.iter_modules(kvscout.integrations.__path__)]
+STATEMENTS = [
+    "import kvscout",
+    "from kvscout import *",
+    *(f"import kvscout.ops.{op}.api" for op in OPS),
+    *(f"import kvscout.integrations.{name}" for name in ADAPTERS),
+]
 
 REPORT = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
 
@@ -30,6 +37,12 @@ def with_torch(loaded_by):
 def test_import_adds_kvscout_alone(statement, loaded_by, with_torch):
     assert not with_torch & {"triton", "cutlass", "tvm_ffi", "transformers", "rich"}
     assert loaded_by(statement) - with_torch == {"kvscout"}
+
+
+def test_adapters_are_imported_on_demand_alone(run_python):
+    assert {"aiter", "deep_gemm"} <= set(ADAPTERS)
+    found = run_python("-c", "import sys, kvscout; print([n for n in sys.modules if 'kvscout.integrations' in n])")
+    assert found.stdout.strip() == "[]"
 
 
 def test_optional_packages_are_not_needed(run_python):
