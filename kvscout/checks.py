@@ -27,9 +27,10 @@ def once_per_layout(
     """Make ``check(args, *settings)`` run once per layout, and remember what it returned: most calls repeat a layout.
 
     A layout is all that ``check`` may look at: of each tensor of the named tuple ``args`` its type, dtype, shape,
-    strides and device, or that it is None; of float32 ones, which may be the imaginary part of a conjugate tensor,
-    whether the negative bit is set; the settings and their types; and, of the fields named ``aligned``, the address
-    modulo :data:`ROW_ALIGNMENT`. A failure is not remembered: the next such call raises it again.
+    strides, device and torch layout, or that it is None; of float32 ones, which may be the imaginary part of a
+    conjugate tensor, whether the negative bit is set; the settings and their types; and, of the fields named
+    ``aligned``, the address modulo :data:`ROW_ALIGNMENT`. A failure is not remembered: the next such call raises it
+    again.
     """
     float32 = torch.float32
 
@@ -47,7 +48,8 @@ def once_per_layout(
                         parts.append(None)
                     else:
                         dtype = x.dtype
-                        parts += type(x), dtype, x.shape, x.stride(), x.device, dtype is float32 and x.is_neg()
+                        parts += type(x), dtype, x.shape, x.stride(), x.device, x.layout
+                        parts.append(dtype is float32 and x.is_neg())
                 for name in aligned:
                     parts.append(getattr(args, name).data_ptr() % ROW_ALIGNMENT)
                 layout = tuple(parts)
@@ -75,7 +77,7 @@ def tensor(
     dtypes: torch.dtype | Sequence[torch.dtype],
     device: torch.device | None = None,
 ) -> None:
-    """Check type, dtype, shape and device of one argument.
+    """Check type, dtype, shape and device of one argument, and that it is :func:`as_stored`.
 
     Args:
         name: the argument's name, as the user wrote it.
@@ -86,28 +88,20 @@ def tensor(
 
     Raises:
         TypeError: not a tensor, or another dtype.
-        ValueError: another shape or device.
+        ValueError: another shape or device, or a lazily negated view.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if value.dtype not in accepted:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, accepted))}, got {value.dtype}")
-    given = _shape_of(value)
-    if given is None:
-        raise TypeError(f"{name}: expected a dense tensor, got a nested one")
-    if not _is_shape(given, shape):
-        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(given)}")
+    # A compiler cannot look; the call that it makes an op of does.
+    if not torch.compiler.is_compiling():
+        as_stored(name, value)
+    if not _is_shape(value.shape, shape):
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(value.shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected on {device}, like the other tensors, got {value.device}")
-
-
-def _shape_of(value: torch.Tensor) -> torch.Size | None:
-    """A tensor's shape, None of a nested one, which has no single one."""
-    try:
-        return value.shape
-    except RuntimeError:
-        return None
 
 
 def _is_shape(given: torch.Size, shape: Sequence[int | str]) -> bool:
@@ -155,6 +149,16 @@ def rows_apart(name: str, value: torch.Tensor) -> None:
         )
 
 
+def elements_apart(name: str, value: torch.Tensor) -> None:
+    """Check that no two elements share memory, which an output needs."""
+    reach = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                raise ValueError(f"{name}: expected elements that do not overlap, got strides {tuple(value.stride())}")
+            reach += stride * (size - 1)
+
+
 def number(name: str, value: object) -> None:
     """Check a number that float32 holds: neither NaN nor infinite."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -171,7 +175,7 @@ def boolean(name: str, value: object) -> None:
 
 def one_of(name: str, value: object, accepted: Sequence[object]) -> None:
     """Check that a size or a word is among the accepted ones."""
-    if value not in accepted:
+    if isinstance(value, float | bool | torch.Tensor) or value not in accepted:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, accepted))}, got {value}")
 
 

@@ -41,7 +41,8 @@ SETTINGS = (
     Setting(
         "KVSCOUT_PA_CLUSTER_MERGE",
         "1",
-        "0 keeps the tile kernels of pa_decode from merging partial results themselves: a second kernel does",
+        "0 keeps the tile kernels of pa_decode from merging partial results themselves, where they would: triton_tile "
+        "does for plans of one slot a sequence; a second kernel merges them then as it does elsewhere",
     ),
     Setting("XDG_CACHE_HOME", "~/.cache", "folder that kvscout's lies in where KVSCOUT_CACHE_DIR is not set"),
     Setting("CC", "cc, gcc or clang", "C compiler that links CuTe DSL kernels"),

@@ -96,6 +96,7 @@ def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int,
             as many tokens as there are heads.
     """
     checks.one_of("kv_layout", kv_layout, (AUTO, *LAYOUTS))
+    checks.integer("num_kv_heads", num_kv_heads, 1)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if not isinstance(cache, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(cache).__name__}")

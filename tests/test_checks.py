@@ -176,11 +176,17 @@ class TestOncePerLayout:
             assert raised.value.__context__ is None
 
     def test_what_has_no_layout_is_always_checked(self, check, seen):
-        for args, setting in ((PAIR, []), (Pair(BYTES.to_sparse()), True), (Pair(PAIR.a, "b"), True)):
+        for args, setting in ((PAIR, []), (Pair(PAIR.a, "b"), True)):
             seen.clear()
             check(args, setting)
             check(args, setting)
             assert len(seen) == 2
+
+    def test_a_sparse_tensor_is_not_taken_for_a_dense_one(self, check):
+        check(PAIR, True)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"^a: expected a dense tensor, got one of layout torch.sparse_coo"):
+                check(Pair(PAIR.a.to_sparse(), PAIR.b), True)
 
     def test_a_lazily_negated_view_is_another_layout(self, check, seen):
         floats = torch.ones(8)
@@ -194,3 +200,20 @@ class TestOncePerLayout:
         assert [check(Pair(BYTES[:n]), True) for n in (1, 2, 1, 3, 3, 1)] == [
             "problem 1", "problem 2", "problem 1", "problem 3", "problem 3", "problem 4",
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "apart"),
+    [
+        ((3, 4), (4, 1), True), ((3, 4), (1, 3), True), ((3, 4), (9, 2), True), ((1, 4), (0, 1), True),
+        ((0, 4), (0, 1), True),
+        ((3, 4), (0, 1), False), ((3, 4), (3, 1), False), ((2, 3, 4), (4, 4, 1), False), ((2, 3, 4), (12, 4, 1), True),
+    ],
+)  # fmt: skip
+def test_elements_apart(shape, strides, apart):
+    value = torch.zeros(64).as_strided(shape, strides)
+    if apart:
+        checks.elements_apart("out", value)
+    else:
+        with pytest.raises(ValueError, match=r"^out: expected elements that do not overlap, got strides"):
+            checks.elements_apart("out", value)

@@ -335,6 +335,13 @@ BAD_BLOCKS = [
     *BAD,
     ({"variant": "fast"}, ValueError, "variant: selection_tables has no variant 'fast'; it has torch_reference"),
     ({"page": 8}, ValueError, "page: expected one of 16, 32, 64, 128, got 8"),
+    ({"page": 16.0}, ValueError, "page: expected one of 16, 32, 64, 128, got 16.0"),
+    ({"selected": torch._neg_view(SELECTED)}, ValueError, "selected: expected values as they are stored"),
+    (
+        {"out": Tables(torch.zeros(1, 6).int().expand(4, 6), torch.zeros(4).int())},
+        ValueError,
+        "out.block_tables: expected elements that do not overlap",
+    ),
     ({"block_size": 40}, ValueError, "block_size: expected 16, the page size, times a whole number, got 40"),
     ({"block_size": 0}, ValueError, "block_size: expected at least 16, got 0"),
     ({"block_size": 32.0}, TypeError, "block_size: expected an int, got float"),

@@ -39,6 +39,7 @@ class PlanNumbers(NamedTuple):
     sliding_window: int
     query_length: int
     tile: int
+    tiles_per_partition: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Problem:
     A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor; ``whole_pages`` is that of the
     caches (:attr:`kvscout.paging.Pages.whole_pages`). ``max_partitions`` is 1 where no sequence of the call can be
     split, whatever the plan. ``merge_in_tile`` lets a variant's tile kernel merge partial results itself; else a second
-    kernel must.
+    kernel must. With ``batch_invariant`` no choice that changes bits may look at ``num_sequences`` or ``capacity``.
     """
 
     arch: str
@@ -71,6 +72,7 @@ class Problem:
     has_sinks: bool = False
     has_lse: bool = False
     merge_in_tile: bool = True
+    batch_invariant: bool = False
     whole_pages: bool = True
 
     @property
@@ -174,7 +176,8 @@ def pa_decode(
     Token t of sequence i is in page ``block_tables[i, t // page]``, at ``t % page``.
 
     Args:
-        output: ``[B * QL, Hq, D]`` to write into; dtype of ``query``; last dimension contiguous, any other strides.
+        output: ``[B * QL, Hq, D]`` to write into; dtype of ``query``; last dimension contiguous, any other strides
+            that keep elements apart.
         query: bfloat16 or float16 ``[B * QL, Hq, D]``, D in 64, 128, 192, 256, 512; last dimension contiguous, any
             other strides. Row ``i * QL + p`` is query token p of sequence i.
         key_cache: e4m3, bfloat16 or float16, in one of the layouts of :mod:`kvscout.paging`, pages of 16, 32, 64 or 128
@@ -252,7 +255,10 @@ def pa_decode(
 
 def plan_numbers(plan: PADecodePlan) -> list[int]:
     """A plan's :class:`PlanNumbers`, as a schema takes them."""
-    return [plan.num_kv_heads, plan.max_partitions, plan.sliding_window, plan.query_length, plan.tile]
+    return [
+        plan.num_kv_heads, plan.max_partitions, plan.sliding_window, plan.query_length, plan.tile,
+        plan.tiles_per_partition,
+    ]  # fmt: skip
 
 
 def _tensor_and_factor(scale: Tensor | float | None) -> tuple[Tensor | None, float | None]:
@@ -309,9 +315,11 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
     if lse is not None:
         checks.tensor("lse", lse, (num_rows, num_heads), torch.float32, device)
         checks.last_dim_contiguous("lse", lse)
+        checks.elements_apart("lse", lse)
     rows = {"output": output, "query": query, "context_lengths": lengths, "block_tables": block_tables}
     for name, value in rows.items():
         checks.last_dim_contiguous(name, value)
+    checks.elements_apart("output", output)
     problem = Problem(
         arch=arch_of(device),
         num_sequences=num_sequences,
@@ -333,6 +341,7 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
         has_sinks=sinks is not None,
         has_lse=lse is not None,
         merge_in_tile=env.pa_cluster_merge(),
+        batch_invariant=plan.tiles_per_partition > 0,
         whole_pages=kv.whole_pages,
     )
     args = Args(
@@ -388,6 +397,7 @@ def _can_split(plan: PlanNumbers, call: Call, window: int) -> bool:
 
 def _pages(call: Call, planned_heads: int) -> paging.Pages:
     """The caches token by token, checked against the plan's KV heads and the query."""
+    checks.one_of("kv_layout", call.kv_layout, (paging.AUTO, *paging.LAYOUTS))
     key_cache, device, head_dim = call.key_cache, call.query.device, call.query.shape[2]
     if isinstance(key_cache, Tensor) and key_cache.dim() in (4, 5):
         places = {paging.NHD: (2,), paging.AUTO: (1, 2)}.get(call.kv_layout, (1,)) if key_cache.dim() == 4 else (1,)

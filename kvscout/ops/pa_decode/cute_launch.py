@@ -46,7 +46,7 @@ class Kernel:
         tile = self.tile
         self.decode(data).launch(
             grid=(grid_x, grid_y, num_kv_heads), block=(THREADS, 1, 1), smem=tile.places.size, stream=stream,
-            use_pdl=True, min_blocks_per_mp=tile.blocks,preferred_smem_carveout=100,
+            use_pdl=True, min_blocks_per_mp=tile.blocks, preferred_smem_carveout=100,
         )  # fmt: skip
         if reduce_x > 0:
             smem = REDUCE_HEADER + cutlass.min(most_partitions, REDUCE_CHUNK) * 512

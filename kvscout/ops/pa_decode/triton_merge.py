@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernels.triton import dependent_launch, launch_dependents, wait_for_predecessor
+from ...kernels.triton import INTERPRET, dependent_launch, launch_dependents, narrow, wait_for_predecessor
 from .api import Args, Problem
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -48,6 +48,7 @@ def normalise(largest, total, sink):
 def store_rows(
     output, lse, sinks, result, largest, total, sequence, kv_head, row, out_row, out_head, lse_row,
     GROUP: tl.constexpr, QUERY_LENGTH: tl.constexpr, DIM: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Divide a KV head's rows ``[rows, PADDED_DIM]`` of one sequence by their denominators and store them."""
     is_row = row < QUERY_LENGTH * GROUP
@@ -60,7 +61,7 @@ def store_rows(
     out_at = (sequence * QUERY_LENGTH + tl.minimum(row // GROUP, QUERY_LENGTH - 1)).to(tl.int64)
     pointers = output + (out_at * out_row + head.to(tl.int64) * out_head)[:, None] + dim[None, :]
     inside = is_row[:, None] & (dim < DIM)[None, :]
-    tl.store(pointers, (result * factor[:, None]).to(output.dtype.element_ty), mask=inside)
+    tl.store(pointers, narrow(result * factor[:, None], output.dtype.element_ty, UPCAST), mask=inside)
     if HAS_LSE:
         tl.store(lse + out_at * lse_row + head, row_lse, mask=is_row)
 
@@ -85,7 +86,7 @@ def merge_rows(
     out_row, out_head, lse_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_LENGTH: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Merge and store rows ``[first_row, end_row)`` of a sequence and KV head, whose partitions fill ``count`` slots.
 
@@ -123,7 +124,7 @@ def merge_rows(
         mass = tl.reshape(_fold((totals * weights)[:, :, None]), (AT_ONCE,))
         store_rows(
             output, lse, sinks, merged, largest, mass, sequence, kv_head, row, out_row, out_head, lse_row,
-            GROUP, QUERY_LENGTH, DIM, HAS_SINKS, HAS_LSE,
+            GROUP, QUERY_LENGTH, DIM, HAS_SINKS, HAS_LSE, UPCAST,
         )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def _merge_kernel(
     output, lse, partial_out, partial_stats, reduce_info, sinks, out_row, out_head, lse_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_LENGTH: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, LANES: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERY_LENGTH * GROUP
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -148,7 +149,7 @@ def _merge_kernel(
     merge_rows(
         output, lse, partial_out, partial_stats, sinks, first_slot, count, sequence, kv_head,
         first_row, tl.minimum(first_row + BLOCK_ROWS, ROWS), out_row, out_head, lse_row,
-        KV_HEADS, GROUP, QUERY_LENGTH, DIM, PADDED_DIM, LANES, 1, HAS_SINKS, HAS_LSE,
+        KV_HEADS, GROUP, QUERY_LENGTH, DIM, PADDED_DIM, LANES, 1, HAS_SINKS, HAS_LSE, UPCAST,
     )  # fmt: skip
     # Not before: a tile kernel that starts while others' rows are merged piles up on the SMs that are free by then.
     launch_dependents(DEPENDENT)
@@ -167,6 +168,6 @@ def merge(problem: Problem, args: Args, partial_out: torch.Tensor, partial_stats
         output.stride(0), output.stride(1), 0 if lse is None else lse.stride(0),
         KV_HEADS=problem.num_kv_heads, GROUP=problem.group, QUERY_LENGTH=problem.query_length,
         DIM=problem.head_dim, PADDED_DIM=padded_dim, BLOCK_ROWS=block_rows, LANES=MERGE_BLOCK // padded_dim,
-        HAS_SINKS=problem.has_sinks, HAS_LSE=problem.has_lse, DEPENDENT=dependent,
+        HAS_SINKS=problem.has_sinks, HAS_LSE=problem.has_lse, DEPENDENT=dependent, UPCAST=INTERPRET,
         num_warps=4, **option,
     )  # fmt: skip

@@ -267,6 +267,7 @@ def _check_out(args: Args, problem: Problem) -> None:
     ):
         checks.tensor(name, out, (blocks, *cache.shape[1:]), cache.dtype, device)
         checks.last_dim_contiguous(name, out)
+        checks.elements_apart(name, out)
     shape = (blocks, problem.num_kv_heads, problem.page)
     if problem.has_key_scale:
         checks.tensor("out.key_scale", args.out_key_scale, shape, torch.float32, device)

@@ -43,6 +43,8 @@ def check_out(selected: Tensor, pages: int, tables: Tensor, lengths: Tensor) -> 
     rows, device = selected.shape[0], selected.device
     checks.tensor("out.block_tables", tables, (rows, pages), torch.int32, device)
     checks.tensor("out.context_lengths", lengths, (rows,), torch.int32, device)
+    checks.elements_apart("out.block_tables", tables)
+    checks.elements_apart("out.context_lengths", lengths)
 
 
 def rows_per_sequence(num_rows: int, num_sequences: int) -> int:

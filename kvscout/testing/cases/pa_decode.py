@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import fp8
+from ... import fp8, paging
 from ...ops.pa_decode import api
 from ...ops.pa_decode.cost import cost
 from ...ops.pa_decode.variants.torch_reference import reference, visible
@@ -20,7 +20,7 @@ from ...ops.pa_plan.api import plan_pa_decode
 from ...roofline import Cost
 from .. import paged_inputs
 from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
-from ..compare import Budget, Comparison, close, equal
+from ..compare import Budget, Comparison, bits, close, equal
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": fp8.FN, "fnuz": fp8.FNUZ}
 
@@ -40,6 +40,9 @@ LSE_ERROR_OF_FP8_SUMS = 1e-3
 # Sinks at the ends of what a logit can be, among ordinary ones.
 SINKS = (0.0, float("-inf"), 0.5, 1000.0, float("inf"), -1000.0, 3e38, -3e38, 2.0)
 WILD_SCALE = 1e9
+
+# The first element of every query of a "peaked" case.
+PEAK_QUERY = 8.0
 
 # The largest logit of a "large" case, which times log2(e) would be infinite.
 LARGE_LOGIT = 2.9e38
@@ -63,7 +66,8 @@ class PaDecodeCase:
         odd: any of "magnitudes" (of tokens, by their scales if they have some), "shared" (prefix pages), "strided"
             (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "tiny"
             and "huge" (queries, made up for by softmax_scale), "wild" (per-token scales of 1e9 before the window),
-            "sparse" (pages drawn from one pool), "no_lse".
+            "sparse" (pages drawn from one pool), "no_lse", "peaked" (the first token has 0.9 of all weight, and the
+            value 0, as a model's own sinks do).
         num_blocks: blocks in the pool, if more than are needed.
         label: a name to replace the one that is made of all this.
     """
@@ -121,6 +125,9 @@ class PaDecodeCase:
         rows, heads, gap = len(self.lengths) * self.query_length, self.group * self.kv_heads, 3 * strided
         query = torch.randn(rows, heads + gap, self.dim + gap, generator=generator, device=device)
         query_scale = 2.0 ** (40 * ("huge" in self.odd) - 40 * ("tiny" in self.odd))
+        if "peaked" in self.odd:
+            query[..., 0] = PEAK_QUERY
+            self._peak(found, key_cache, value_cache)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         key_kind, _, value_kind = self.scales.partition("+")
         key_scale = self._scale(key_kind, found, generator)
@@ -176,6 +183,19 @@ class PaDecodeCase:
             guards=[output, lse, *scratch.guards],
             cost=self._cost(problem, found),
         )
+
+    def _peak(self, found: paged_inputs.Tables, key_cache: Tensor, value_cache: Tensor) -> None:
+        """Let the first element of queries and keys, which is 0 but for each sequence's first token, decide."""
+        kv = paging.pages(key_cache, value_cache, self.kv_heads, self.layout)
+        # The others' logits are about normal, so that each weighs e^0.5 on average.
+        logit = math.log(max(self.lengths)) + 0.5 + math.log(0.9 / 0.1)
+        key = torch.tensor(logit * self.dim**0.5 / PEAK_QUERY).to(kv.dtype)
+        blocks = found.block_tables[torch.tensor(self.lengths) > 0][:, 0].long()
+        # Views of bit patterns: torch cannot write to all of e4m3.
+        keys, values = (cache.view(bits(key).dtype) for cache in (kv.keys, kv.values))
+        keys[..., 0, 0] = 0
+        keys[blocks, :, 0, 0, 0] = bits(key).item()
+        values[blocks, :, 0, 0] = 0
 
     def _scale(self, kind: str, found: paged_inputs.Tables, generator: torch.Generator) -> Tensor | float | None:
         draw = functools.partial(torch.rand, generator=generator, device=generator.device)
@@ -319,6 +339,8 @@ def _suite() -> Iterator[PaDecodeCase]:
     for dim in (128, 192, 256, 512):
         yield case(49, dim=dim, kv_heads=1, scales="head", layout=("chunked", "nhd")[dim % 3 % 2])
     yield case(290, group=64, kv_heads=1, splits=(2, 2), odd=("no_lse",))
+    for cache in ("e4m3", "bf16"):
+        yield case(2100, 40, odd=("peaked",), cache=cache, splits=(1, 1))
     # The last tile is past what the first query sees, which has rows of its own.
     yield case(257, group=64, kv_heads=1, query_length=3, splits=(2, 2))
 
@@ -369,6 +391,8 @@ def _verify() -> Iterator[PaDecodeCase]:
     yield PaDecodeCase((200_000, 5), page=16, cache="bf16", window=8193)
     yield PaDecodeCase((4099, 600), odd=("large",), sinks="ends", cache="bf16", page=64)
     yield PaDecodeCase((4099, 600), odd=("large",), scales="token", dtype="fp16")
+    for layout, cache in (("chunked", "bf16"), ("nhd", "bf16"), ("nhd", "e4m3"), ("plain_v", "e4m3")):
+        yield PaDecodeCase((32768,) * 3, layout=layout, cache=cache, page=128, splits=(1, 1), odd=("peaked",))
     yield PaDecodeCase(EDGES, odd=("tiny",), query_length=2)
     yield PaDecodeCase(EDGES, odd=("huge",), page=128, layout="nhd")
     for window in (1, 2, 5):
@@ -383,6 +407,7 @@ def _verify() -> Iterator[PaDecodeCase]:
 
 def _full() -> Iterator[PaDecodeCase]:
     """Layouts, pages, element types and scales, each crossed with dimensions, query lengths and windows."""
+    yield PaDecodeCase((32768,) * 3, page=128, splits=(1, 1), odd=("peaked",), level=FULL)
     kinds = [("e4m3", "bf16", scales) for scales in SCALES] + [("bf16", "bf16", "none"), ("fp16", "fp16", "none")]
     for layout in LAYOUTS:
         for page in PAGES:

@@ -135,6 +135,21 @@ BAD = {
     "lse: expected dtype torch.float32, got torch.bfloat16": replaced(lse=lambda c: torch.ones(3, 4).bfloat16()),
     "lse: expected a contiguous last dimension": replaced(lse=lambda c: torch.ones(4, 3).T),
     "lse: expected on cpu": replaced(lse=lambda c: torch.ones(3, 4, device="meta")),
+    "lse: expected elements that do not overlap, got strides (0, 1)": replaced(
+        lse=lambda c: torch.ones(1, 4).expand(3, 4)
+    ),
+    "output: expected elements that do not overlap, got strides (256, 0, 1)": replaced(
+        output=lambda c: c["output"][:, :1].expand(3, 4, 64)
+    ),
+    "query: expected values as they are stored, got a lazily negated view": replaced(
+        query=lambda c: torch._neg_view(c["query"])
+    ),
+    "sinks: expected values as they are stored": replaced(sinks=lambda c: torch._neg_view(torch.ones(4))),
+    "context_lengths: expected a dense tensor, got one of layout torch.sparse_coo": replaced(
+        context_lengths=lambda c: c["context_lengths"].to_sparse()
+    ),
+    "kv_layout: expected one of auto, chunked, plain_v, nhd, hnd, got xyz": replaced(kv_layout=lambda c: "xyz"),
+    "kv_layout: expected one of auto, chunked, plain_v, nhd, hnd, got ['nhd']": replaced(kv_layout=lambda c: ["nhd"]),
     "max_context_length: expected at least 0, got -1": replaced(max_context_length=lambda c: -1),
     "max_context_length: expected an int, got float": replaced(max_context_length=lambda c: 1.0),
     "variant: pa_decode has no variant 'fastest'": replaced(variant=lambda c: "fastest"),

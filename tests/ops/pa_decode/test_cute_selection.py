@@ -55,7 +55,7 @@ def every_kernel(monkeypatch):
     ],
 )
 def test_a_call_gets_its_config(words, config, every_kernel):
-    choice = FAMILY.choose(problem(**words))
+    choice = FAMILY.choose(problem(**words), NAME)
     assert (choice.variant.name, choice.config) == (NAME, config)
 
 
@@ -103,9 +103,16 @@ def test_what_is_not_served_is_told(changed, reason, every_kernel):
 
 
 def test_auto_falls_back_to_triton(every_kernel):
-    assert FAMILY.choose(problem()).variant.name == NAME
-    assert FAMILY.choose(problem(layout="hnd")).variant.name == "triton_tile"
-    assert FAMILY.choose(problem(capacity=70_000)).variant.name == NAME
+    sixteen = {"cache_dtype": torch.bfloat16}
+    assert FAMILY.choose(problem(**sixteen)).variant.name == NAME
+    assert FAMILY.choose(problem(**sixteen, layout="hnd")).variant.name == "triton_tile"
+    assert FAMILY.choose(problem(**sixteen, capacity=70_000)).variant.name == NAME
+
+
+def test_e4m3_caches_are_attended_to_in_sums_of_two_by_name_alone(every_kernel):
+    """Their probabilities lose what is small beside one that is large."""
+    assert FAMILY.choose(problem()).variant.name == "triton_tile"
+    assert FAMILY.choose(problem(), NAME).variant.name == NAME
 
 
 def caches(layout="chunked", blocks=3, heads=2, page=32, dtype=FN):

@@ -129,6 +129,26 @@ def test_the_switch_keeps_tile_kernels_from_merging(make, monkeypatch):
         api.check(api.Call(**call))
 
 
+def test_a_broken_promise_is_seen_in_rows_that_a_partition_does_not_see(make, interpreted):
+    call = make(lengths=(258,), query_length=4)
+    lse = torch.zeros(call["query"].shape[:2])
+    broken = pa_decode(**call, lse=lse, variant="triton_tile", max_context_length=256)
+    assert broken.isnan().all()
+    assert lse.isnan().all()
+
+
+def test_configs_of_batch_invariant_plans_do_not_depend_on_the_batch():
+    problem = replace(PaDecodeCase((300,)).prepare(CPU).problem, arch="sm_90")
+    few, many = {"num_sequences": 1, "capacity": 32}, {"num_sequences": 64, "capacity": 2048}
+    for cache in (torch.float8_e4m3fn, torch.bfloat16):
+        tiles = [
+            replace(VARIANT.default_config(replace(problem, cache_dtype=cache, batch_invariant=invariant, **size)))
+            for invariant in (True, False) for size in (few, many)
+        ]  # fmt: skip
+        assert tiles[0] == tiles[1]
+        assert tiles[2] != tiles[3]
+
+
 def test_a_broken_promise_about_lengths_is_seen(make, interpreted):
     call = make(lengths=(600, 40))
     assert call["work_plan"].reduce_info[:, 1].tolist() == [2, 1]

@@ -1,9 +1,12 @@
-"""Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 keeps 16-bit accuracy, a second kernel merges.
+"""Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 ones by sums of two, a second kernel merges.
 
-Wins: everywhere on Hopper that it serves: chunked caches, D 128.
-Limit: small batches wait for a chain of latencies (plan, page ids, first tile, merge), large ones for memory. More than
-64 query rows per KV head read the cache again for every 64. e4m3 products are added up with 14 bits, which makes errors
-of up to 8e-4 in logits and lse. No context may come within 1024 tokens of 2^31.
+Wins: everywhere on Hopper that it serves, chunked caches of D 128; e4m3 ones only where it is asked for by name.
+Limit: probabilities beside e4m3 values are kept down to 2^-17 of the largest in half of a task. Where one token
+outweighs tens of thousands, as a sink does, part of what the others give is lost: 3e-3 of the result with 8k tokens
+beside a weight of 0.9 and 0.14 with 32k, by the same arithmetic on a CPU. A token whose value scale is 1e3 times its
+neighbours' costs them 1e-2. e4m3 products are added up with 14 bits: errors of up to 8e-4 in logits and lse. Small
+batches wait for a chain of latencies (plan, page ids, first tile, merge), large ones for memory. More than 64 query
+rows per KV head read the cache again for every 64. No context may come within 1024 tokens of 2^31.
 Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16), plans of 132 slots: 1 x 8k
 tokens 5.7 (6.5), 4 x 8k 6.4 (7.0), 8 x 8k 7.4 (8.6), 32 x 8k 21.9 (36.4), 4 x 32k 9.4 (21.1), 3 x 220k 44.8 (81.1); 4
 query tokens, 3 x 8k 12.7 (11.8), 8 x 32k 34.8 (41.8); 64 rows of 2048 tokens in pages of 16, 11.2 (14.7). Plans of 264
@@ -180,7 +183,7 @@ def _aligned(partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Memory for partial results, or other memory where bulk copies could not read it."""
     if any(partial.data_ptr() % ALIGNMENT for partial in partials):
         out, stats = partials
-        return torch.empty(out.shape, device=out.device), torch.empty(stats.shape, device=out.device)
+        return out.new_empty(out.shape), stats.new_empty(stats.shape)
     return partials
 
 
@@ -200,7 +203,8 @@ VARIANT = Variant(
     refuses=_refuses,
     space=_space,
     records_grad=False,
-    rank=lambda problem: 150,
+    # See the limit above: what it makes of e4m3 caches is not right for every input, so nobody gets it unasked.
+    rank=lambda problem: 0 if problem.cache_dtype == fp8.FN else 150,
     lacks=lambda: runtime.unavailable(_programs()),
     load=_load,
     programs=_programs,

@@ -100,12 +100,14 @@ def _tile(problem: Problem) -> Config:
         return Config(64, 64, 4, 3)
     # So many programs hide each other's latency, and warps that share less wait less for each other: 1024 rows of 2048
     # tokens took 108 us with two warps and 133 with four (bf16 143 and 162).
-    if problem.capacity * problem.num_kv_heads >= MANY_PROGRAMS:
+    if not problem.batch_invariant and problem.capacity * problem.num_kv_heads >= MANY_PROGRAMS:
         return Config(64, 32, 2, 4 if is_e4m3 else 3)
     # Times of the bench cases relative to the best config: within 1.09, dense ones of e4m3 within 1.04.
     if not is_e4m3:
         return Config(64, 32, 4, 3)
     # Registers suffice for 128 tokens of e4m3 where nothing else needs them.
+    if problem.layout == CHUNKED and problem.head_dim == 64 and problem.rows_per_head <= 16:
+        return Config(128, 32, 4, 2)
     by_token = TOKEN in (problem.key_scale, problem.value_scale)
     if problem.layout == CHUNKED and problem.rows_per_head <= 16 and not by_token:
         return Config(128, 32, 4, 3)
@@ -354,17 +356,17 @@ def _tile_kernel(
                 merge_rows(
                     output, lse, partial_out, partial_stats, sinks, tl.load(reduce_info + 2 * sequence), partitions,
                     sequence, kv_head, first_row, tl.minimum(first_row + BLOCK_ROWS, ROWS), out_row, out_head, lse_row,
-                    KV_HEADS, GROUP, QUERY_LENGTH, DIM, PADDED_DIM, MERGE_LANES, 2, HAS_SINKS, HAS_LSE,
+                    KV_HEADS, GROUP, QUERY_LENGTH, DIM, PADDED_DIM, MERGE_LANES, 2, HAS_SINKS, HAS_LSE, UPCAST,
                 )  # fmt: skip
     else:
         if partial_out is None:
             # More than one partition breaks a promise of the caller.
             spoilt = tl.where(partitions == 1, 0.0, float("nan"))
             result += spoilt
-            total += spoilt
+            largest += spoilt
         store_rows(
             output, lse, sinks, result, largest, total, sequence, kv_head, row, out_row, out_head, lse_row,
-            GROUP, QUERY_LENGTH, DIM, HAS_SINKS, HAS_LSE,
+            GROUP, QUERY_LENGTH, DIM, HAS_SINKS, HAS_LSE, UPCAST,
         )  # fmt: skip
 
 

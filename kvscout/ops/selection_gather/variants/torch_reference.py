@@ -33,8 +33,10 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     args.out_lengths.copy_((tokens < NOTHING).sum(1))
     args.out_tables.copy_(torch.arange(problem.num_rows * per_row, device=end.device).view(-1, per_row))
     tokens = torch.nn.functional.pad(tokens, (0, per_row * page - problem.k), value=NOTHING)
-    nothing = tokens == NOTHING
-    block = look_up(args.block_tables, owner, tokens // page).masked_fill(nothing, 0)
+    block = look_up(args.block_tables, owner, tokens // page)
+    # What no table should hold is not followed out of the cache.
+    nothing = (tokens == NOTHING) | (block < 0) | (block >= problem.num_blocks)
+    block = block.masked_fill(nothing, 0)
     nothing, block, place = (x.view(-1, page) for x in (nothing, block, tokens % page))  # [pages, page]
     source, to = args.pages(problem.layout)
     _bits(to.keys).copy_(_gathered(_bits(source.keys), nothing, block, place))
