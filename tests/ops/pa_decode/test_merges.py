@@ -142,7 +142,7 @@ def test_configs_of_batch_invariant_plans_do_not_depend_on_the_batch():
     few, many = {"num_sequences": 1, "capacity": 32}, {"num_sequences": 64, "capacity": 2048}
     for cache in (torch.float8_e4m3fn, torch.bfloat16):
         tiles = [
-            replace(VARIANT.default_config(replace(problem, cache_dtype=cache, batch_invariant=invariant, **size)))
+            VARIANT.default_config(replace(problem, cache_dtype=cache, batch_invariant=invariant, **size))
             for invariant in (True, False) for size in (few, many)
         ]  # fmt: skip
         assert tiles[0] == tiles[1]

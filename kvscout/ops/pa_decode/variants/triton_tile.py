@@ -44,7 +44,7 @@ FLOAT16_BIAS = 15
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-
+# From so many programs on, a GPU has enough to do while one waits.
 MANY_PROGRAMS = 1024
 
 # GPUs whose shared memory has room for a deeper ring: 227 KB per multiprocessor.
@@ -76,9 +76,12 @@ def _default_config(problem: Problem) -> Config:
     A plan with as many slots as sequences splits one only where another is empty. Then a second kernel would cost its
     launch for nothing. Elsewhere the rows of a split are better merged by as many programs as there are rows.
     """
+    return replace(_tile(problem), last_merges=_last_can_merge(problem) and problem.capacity == problem.num_sequences)
+
+
+def _last_can_merge(problem: Problem) -> bool:
     # Not on AMD, where a program's barrier does not order all of its waves' stores before one wave's release.
-    can = problem.merge_in_tile and not problem.arch.startswith("gfx")
-    return replace(_tile(problem), last_merges=can and problem.capacity == problem.num_sequences)
+    return problem.merge_in_tile and not problem.arch.startswith("gfx")
 
 
 def _tile(problem: Problem) -> Config:
@@ -105,18 +108,19 @@ def _tile(problem: Problem) -> Config:
     # Times of the bench cases relative to the best config: within 1.09, dense ones of e4m3 within 1.04.
     if not is_e4m3:
         return Config(64, 32, 4, 3)
-    # Registers suffice for 128 tokens of e4m3 where nothing else needs them.
-    if problem.layout == CHUNKED and problem.head_dim == 64 and problem.rows_per_head <= 16:
-        return Config(128, 32, 4, 2)
     by_token = TOKEN in (problem.key_scale, problem.value_scale)
-    if problem.layout == CHUNKED and problem.rows_per_head <= 16 and not by_token:
-        return Config(128, 32, 4, 3)
+    # Registers suffice for 128 tokens of e4m3 where nothing else needs them.
+    if problem.layout == CHUNKED and problem.rows_per_head <= 16:
+        if problem.head_dim == 64:
+            return Config(128, 32, 4, 2)
+        if not by_token:
+            return Config(128, 32, 4, 3)
     return Config(32 if by_token and problem.layout == PLAIN_V else 64, 32, 4, 4)
 
 
 def _space(problem: Problem) -> Iterable[Config]:
     default = _default_config(problem)
-    if problem.merge_in_tile and not problem.arch.startswith("gfx"):
+    if _last_can_merge(problem):
         yield replace(default, last_merges=not default.last_merges)
     if problem.head_dim <= 128:
         yield replace(default, block_tokens=32)
