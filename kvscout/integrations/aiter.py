@@ -192,8 +192,9 @@ def plan_pa_decode(
         num_kv_heads: heads in the KV cache.
         max_partitions: most tasks of one sequence; None takes the number of SMs (or the plan's). AITER refuses more
             than that number, which here is legal.
-        workgroup_budget: workgroups to fill, over all KV heads; None takes twice the number of SMs. AITER refuses one
-            with ``plan``; here one that gives the plan's capacity is legal.
+        workgroup_budget: workgroups to fill, over all KV heads; None takes what :func:`kvscout.plan_pa_decode` does, in
+            AITER twice the number of SMs. AITER refuses one with ``plan``; here one that gives the plan's capacity is
+            legal.
         sliding_window: tokens that a query sees, its own included; 0 and -1 are no window.
         query_length: query tokens per sequence. **It must be that of the decode, also without a window**, where AITER
             does not look at it: :func:`pa_decode` refuses another plan.

@@ -157,6 +157,15 @@ def load_pair_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
     return ptx(text, (Float32, Float32), inputs)
 
 
+def load_or_zero(address: Any, valid: Any, count: int) -> Any:
+    """``count`` floats of global memory, read as a vector, or zeros where ``valid`` is 0."""
+    registers = [f"${i}" for i in range(count)]
+    zeros = " ".join(f"mov.b32 {register}, 0f00000000;" for register in registers)
+    vector = f"@p ld.global.v{count}.f32 {{{','.join(registers)}}}, [${count}];"
+    text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} {vector}}}"
+    return ptx(text, (Float32,) * count, [(Int64, address), (Int32, valid)])
+
+
 def load_16(address: Any) -> Any:
     """16 bits of global memory, in the low half of a word."""
     return ptx("{.reg .u16 h; ld.global.u16 h, [$1]; cvt.u32.u16 $0, h;}", (Int32,), [(Int64, address)])
@@ -180,15 +189,6 @@ def shared_load(address: Any, kind: Any = Int32, count: int = 1) -> Any:
     registers = ",".join(f"${i}" for i in range(count))
     vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
     return ptx(f"ld.shared{vector}.b32 {registers}, [${count}];", (kind,) * count, [(Int32, address)])
-
-
-def shared_load_or_zero(address: Any, valid: Any, count: int = 1) -> Any:
-    """``count`` floats of shared memory, read as a vector, or zeros where ``valid`` is 0."""
-    registers = [f"${i}" for i in range(count)]
-    vector, word = ("", registers[0]) if count == 1 else (f".v{count}", f"{{{','.join(registers)}}}")
-    zeros = " ".join(f"mov.b32 {register}, 0f00000000;" for register in registers)
-    text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} @p ld.shared{vector}.f32 {word}, [${count}];}}"
-    return ptx(text, (Float32,) * count, [(Int32, address), (Int32, valid)])
 
 
 def shared_store(address: Any, values: Sequence[Any], kind: Any = Int32) -> None:
@@ -228,9 +228,19 @@ def maximum(x: Any, y: Any) -> Any:
     return ptx("max.f32 $0, $1, $2;", (Float32,), [(Float32, x), (Float32, y)], False)
 
 
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller float; the other one where one is NaN."""
+    return ptx("min.f32 $0, $1, $2;", (Float32,), [(Float32, x), (Float32, y)], False)
+
+
 def magnitude(x: Any) -> Any:
     """``abs(x)``."""
     return ptx("abs.f32 $0, $1;", (Float32,), [(Float32, x)], False)
+
+
+def sign(x: Any) -> Any:
+    """1 with the sign of ``x``."""
+    return ptx("copysign.f32 $0, $1, 0f3f800000;", (Float32,), [(Float32, x)], False)
 
 
 def multiply_add(x: Any, y: Any, z: Any) -> Any:
@@ -252,6 +262,17 @@ def select(flag: Any, x: Any, y: Any, kind: Any = Float32) -> Any:
 def exchange(x: Any, distance: int, kind: Any = Float32) -> Any:
     """The value of the lane whose number differs in the bits of ``distance``."""
     return ptx(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", (kind,), [(kind, x)])
+
+
+def ballot(flag: Any) -> Any:
+    """A bit of each lane: whether its flag is not 0."""
+    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1;}"
+    return ptx(text, (Int32,), [(Int32, flag)])
+
+
+def count_bits(word: Any) -> Any:
+    """How many bits are 1."""
+    return ptx("popc.b32 $0, $1;", (Int32,), [(Int32, word)], False)
 
 
 def from_lane(x: Any, lane: Any, kind: Any = Int32) -> Any:
@@ -348,31 +369,24 @@ def multiply(
 # Sums of two e4m3 numbers.
 
 
-def split_probabilities(values: Sequence[Any]) -> Any:
-    """Four floats up to 448 as words of e4m3: ``high + low / 16``.
+def split_probabilities(values: Sequence[Any], finer: bool) -> Any:
+    """Four floats up to 256 as words of e4m3, ``a + b / 2^4 + c / 2^10 + d / 2^16``: the first two, or the last.
 
-    The subtraction is in float16, where it is exact once the value is rounded to float16.
+    The subtractions are in float16, where they are exact once the value is rounded to float16.
     """
-    text = """{
-        .reg .b32 a, b, u, v, m, n;
-        .reg .b16 h, g;
-        cvt.rn.f16x2.f32 a, $3, $2;
-        cvt.rn.f16x2.f32 b, $5, $4;
-        cvt.rn.satfinite.e4m3x2.f16x2 h, a;
-        cvt.rn.satfinite.e4m3x2.f16x2 g, b;
-        mov.b32 $0, {h, g};
-        cvt.rn.f16x2.e4m3x2 u, h;
-        cvt.rn.f16x2.e4m3x2 v, g;
-        mov.b32 m, 0x4c004c00;
-        mov.b32 n, 0xcc00cc00;
-        mul.rn.f16x2 a, a, m;
-        mul.rn.f16x2 b, b, m;
-        fma.rn.f16x2 a, u, n, a;
-        fma.rn.f16x2 b, v, n, b;
-        cvt.rn.satfinite.e4m3x2.f16x2 h, a;
-        cvt.rn.satfinite.e4m3x2.f16x2 g, b;
-        mov.b32 $1, {h, g};
-    }"""
+    lines = ["{.reg .b32 v<2>, up, m, n; .reg .b16 t<2>;"]
+    lines += [f"cvt.rn.f16x2.f32 v{i}, ${2 * i + 3}, ${2 * i + 2};" for i in range(2)]
+    for term in range(4 if finer else 2):
+        lines += [f"cvt.rn.satfinite.e4m3x2.f16x2 t{i}, v{i};" for i in range(2)]
+        if term >= (2 if finer else 0):
+            lines.append(f"mov.b32 ${term % 2}, {{t0, t1}};")
+        if term < (3 if finer else 1):
+            # 2^4, then 2^6, and their negatives.
+            lines.append(f"mov.b32 m, {0x54005400 if term else 0x4C004C00}; xor.b32 n, m, 0x80008000;")
+            for i in range(2):
+                lines += [f"cvt.rn.f16x2.e4m3x2 up, t{i};", f"mul.rn.f16x2 v{i}, v{i}, m;"]
+                lines.append(f"fma.rn.f16x2 v{i}, up, n, v{i};")
+    text = "\n".join([*lines, "}"])
     return ptx(text, (Int32, Int32), [(Float32, value) for value in values], False)
 
 

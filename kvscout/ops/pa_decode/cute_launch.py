@@ -12,7 +12,7 @@ from .cute_loads import produce
 from .cute_math import consume
 from .cute_outputs import clear_rows
 from .cute_reduce import reduce_sequences
-from .cute_tile import MATH_THREADS, REDUCE_CHUNK, REDUCE_HEADER, REDUCE_THREADS, THREADS, Tile
+from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of
 
 # Registers of a thread, where the even share is too few for those that multiply.
@@ -20,7 +20,7 @@ MATH_REGISTERS = 232
 LOAD_REGISTERS = 40
 
 # Blocks of the merge that a multiprocessor has room for.
-REDUCE_BLOCKS = 6
+REDUCE_BLOCKS = 4
 
 
 class Kernel:
@@ -37,7 +37,6 @@ class Kernel:
         grid_x: Int32,
         grid_y: Int32,
         num_kv_heads: Int32,
-        most_partitions: Int32,
         reduce_x: Int32,
         reduce_y: Int32,
         stream: Any,
@@ -49,9 +48,8 @@ class Kernel:
             use_pdl=True, min_blocks_per_mp=tile.blocks, preferred_smem_carveout=100,
         )  # fmt: skip
         if reduce_x > 0:
-            smem = REDUCE_HEADER + cutlass.min(most_partitions, REDUCE_CHUNK) * 512
             self.reduce(data).launch(
-                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1), smem=smem,
+                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1), smem=16 * REDUCE_THREADS,
                 stream=stream, use_pdl=True, min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
             )  # fmt: skip
 
@@ -116,5 +114,5 @@ def build(tile: Tile) -> tuple[Kernel, tuple[Any, ...]]:
     """The host function and the fake arguments to compile it with."""
     device = make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
     data = Data(*(kind(0) for kind in Data.__annotations__.values()))
-    arguments = (device, data, *(Int32(1) for _ in range(6)), make_fake_stream(use_tvm_ffi_env_stream=True))
+    arguments = (device, data, *(Int32(1) for _ in range(5)), make_fake_stream(use_tvm_ffi_env_stream=True))
     return Kernel(tile), arguments

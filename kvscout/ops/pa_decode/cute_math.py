@@ -8,13 +8,24 @@ from ...kernels.cute import ptx
 from .cute_outputs import merge_warpgroups
 from .cute_queries import load_queries
 from .cute_scores import first_token, mask, score
-from .cute_softmax import GROUP_BARRIER, NOTHING, store_probabilities, update_references
+from .cute_softmax import (
+    GROUP_BARRIER,
+    LOG2E,
+    NOTHING,
+    add_probabilities,
+    find_tops,
+    raise_references,
+    store_probabilities,
+)
 from .cute_tile import MATH_THREADS, STEP, WARPGROUPS, Tile
 from .cute_values import add_outputs, clear_values
 from .cute_work import partitions_of
 
-MATH_BARRIER = 5
+MATH_BARRIER = 3
 """The named barrier of all multiplying warps."""
+
+LEAST_SCALE = 2.0**-60
+"""Values of a smaller scale are taken to have this one: far below what a sum with others can tell from 0."""
 
 
 @cute.jit
@@ -46,35 +57,45 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     references = cute.make_rmem_tensor((own,), Float32)
     references.fill(NOTHING)
     scores = cute.make_rmem_tensor((2 * tile.halves * own,), Float32)
+    tops = cute.make_rmem_tensor((own,), Float32)
     full_keys = shared + places.barriers
     full_values = full_keys + 8 * tile.stages
     empty_keys = full_keys + 16 * tile.stages
     empty_values = full_keys + 24 * tile.stages
     step = WARPGROUPS if tile.alternate else 1
     i = group if cutlass.const_expr(tile.alternate) else Int32(0)
-    first = i
     stage = i
     phase = Int32(0)
     while i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
-        key_scales, value_scales, normaliser = _token_scales(tile, stage, group, warp, lane, shared)
+        key_scales, value_logs, value_signs, per_value_scale = _token_scales(tile, stage, group, warp, lane, shared)
         score(tile, scores, row_scales, key_scales, stage, group, shared)
         if lane == 0:
             ptx.barrier_arrive(empty_keys + 8 * stage)
         token = (work.first_step + i) * STEP
         if token < work.all_low or token + STEP > work.all_high:
             mask(tile, scores, token + first_token(tile, group, warp, lane), lane, shared)
-        is_first = Int32(0)
-        if i == first:
-            is_first = Int32(1)
-        update_references(tile, scores, is_first, references, sums, outputs, group, warp, lane, shared)
-        store_probabilities(tile, scores, value_scales, references, sums, group, warp, lane, shared)
+        if cutlass.const_expr(tile.token_scales):
+            for place in cutlass.range_constexpr(2 * tile.halves * own):
+                scores[place] = scores[place] + value_logs[place // own]
+        find_tops(tile, scores, tops, group, warp, lane, shared)
+        raise_references(tile, tops, references, sums, outputs)
+        factors = [ptx.exp2((tops[c] - references[c]) * Float32(LOG2E)) for c in range(own)]
+        few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, lane)
+        store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
         ptx.barrier_wait(full_values + 8 * stage, phase)
         if token < work.lowest or token + STEP > work.highest:
             clear_values(tile, stage, token, group, in_group, shared, work)
         ptx.fence_async_shared()
-        ptx.sync(GROUP_BARRIER + group, 128)
-        add_outputs(tile, outputs, normaliser, stage, group, shared)
+        if cutlass.const_expr(tile.is_e4m3):
+            if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
+                store_probabilities(tile, scores, value_signs, True, group, warp, lane, shared)
+                ptx.fence_async_shared()
+                ptx.sync(GROUP_BARRIER + group, 128)
+                add_outputs(tile, outputs, factors, True, stage, group, shared)
+        else:
+            ptx.sync(GROUP_BARRIER + group, 128)
+        add_outputs(tile, outputs, factors, False, stage, group, shared)
         if lane == 0:
             ptx.barrier_arrive(empty_values + 8 * stage)
         i = i + step
@@ -115,25 +136,17 @@ def _fill_absent_scales(tile: cutlass.Constexpr[Tile], thread, shared, data):
 
 @cute.jit
 def _token_scales(tile: cutlass.Constexpr[Tile], stage, group, warp, lane, shared):
-    """Scales of this thread's tokens, those of values divided by a power of two of the step, which comes third.
-
-    The quotients are below 1, so that products with probabilities stay what e4m3 holds.
-    """
-    key_scales = []
-    value_scales = []
-    normaliser = Float32(1.0)
+    """Of this thread's tokens: scales of keys; logarithms, signs and reciprocals of those of values."""
+    key_scales, logs, signs, reciprocals = [], [], [], []
     if cutlass.const_expr(tile.token_scales):
         keys_at = shared + tile.places.key_scales + stage * (STEP * 4)
         values_at = shared + tile.places.value_scales + stage * (STEP * 4)
-        largest = Float32(0.0)
-        for value in ptx.shared_load(values_at + lane * 16, Float32, 4):
-            largest = ptx.maximum(largest, ptx.magnitude(value))
-        bits = cute.arch.warp_redux_sync(largest.bitcast(Int32), kind="max")
-        exponent = cutlass.min(cutlass.max(bits >> 23, 1), 252)
-        normaliser = ((exponent + 1) << 23).bitcast(Float32)
-        down = ((Int32(253) - exponent) << 23).bitcast(Float32)
         for i in cutlass.range_constexpr(2 * tile.halves):
             token = first_token(tile, group, warp, lane) + 8 * (i >> 1) + 16 * (i & 1)
             key_scales.append(ptx.shared_load(keys_at + token * 4, Float32))
-            value_scales.append(ptx.shared_load(values_at + token * 4, Float32) * down)
-    return key_scales, value_scales, normaliser
+            scale = ptx.shared_load(values_at + token * 4, Float32)
+            size = ptx.maximum(ptx.magnitude(scale), Float32(LEAST_SCALE))
+            logs.append(ptx.log2(size) * Float32(1 / LOG2E))
+            signs.append(ptx.sign(scale))
+            reciprocals.append(ptx.reciprocal(size))
+    return key_scales, logs, signs, reciprocals

@@ -1,8 +1,10 @@
-"""Softmax: a reference per row that is raised late, and probabilities on their way to shared memory.
+"""Softmax: each step has a reference of its own, so that its probabilities lie where few bits tell them apart.
 
-A probability is ``exp(score - reference)``. The reference is the largest score so far less ``BELOW``, and stays as it
-is until a score exceeds it by more than ``ABOVE``: so most steps need no exchange between threads, and no probability
-is above 2^8, which e4m3 holds. Differences are taken before they are scaled to base 2: large logits do not overflow.
+A probability is ``exp(score - top)``, and ``top`` is the step's largest score of the row less ``BELOW``: none is above
+2^8, which e4m3 holds. Values that have a scale each are multiplied by it in the probabilities, so the logarithm of the
+scale is part of the score, and the sums take it out again. Sums and outputs are relative to the row's ``reference``,
+the ``top`` of its first step, which is raised if floats would overflow. Differences are taken before they are scaled to
+base 2: large logits do not overflow.
 """
 
 import math
@@ -19,12 +21,14 @@ from .cute_tile import CORE, Tile
 LOG2E = math.log2(math.e)
 NOTHING = -3.4028234663852886e38
 """The reference of a row that has seen no token: the least float."""
-BELOW = 4 / LOG2E
-ABOVE = 8 / LOG2E
+BELOW = 8 / LOG2E
+FAR = 32 / LOG2E
+"""How far a step's top may be above the row's reference."""
+LOW = 2.0**-2
+"""Probabilities that sums of two e4m3 numbers have fewer than 8 bits of: the sum of a thread's, of 2 or 4 tokens."""
 
-# Named barriers of each warpgroup.
-ANY_BARRIER = 1
-GROUP_BARRIER = 3
+GROUP_BARRIER = 1
+"""The first of the warpgroups' named barriers."""
 
 
 def fold(four: Sequence[Any], together: Callable[[Any, Any], Any], lane: Any) -> Any:
@@ -48,46 +52,39 @@ def columns_at(quad: int, lane: Any) -> Any:
 
 
 @cute.jit
-def update_references(
-    tile: cutlass.Constexpr[Tile], scores, is_first, references, sums, outputs, group, warp, lane, shared
-):  # fmt: skip
-    """Raise the warpgroup's references if a score asks for it, and bring sums and outputs in line."""
-    own = tile.own_columns
-    largest = []
-    for column in cutlass.range_constexpr(own):
-        most = scores[column]
-        for i in cutlass.range_constexpr(1, 2 * tile.halves):
-            most = ptx.maximum(most, scores[i * own + column])
-        largest.append(most)
-    raised = Int32(1)
-    if is_first == 0:
-        over = largest[0] - references[0]
-        for column in cutlass.range_constexpr(1, own):
-            over = ptx.maximum(over, largest[column] - references[column])
-        wanted = Int32(0)
-        if over > Float32(ABOVE):
-            wanted = Int32(1)
-        raised = ptx.sync_any(ANY_BARRIER + group, 128, wanted)
-    if raised != 0:
-        _raise(tile, largest, references, sums, outputs, group, warp, lane, shared)
-
-
-@cute.jit
-def _raise(tile: cutlass.Constexpr[Tile], largest, references, sums, outputs, group, warp, lane, shared):
+def find_tops(tile: cutlass.Constexpr[Tile], scores, tops, group, warp, lane, shared):
+    """The step's top of each of this thread's columns."""
     own, per_warp = tile.own_columns, 4 * tile.rows
     at = shared + tile.places.maxima + group * (4 * per_warp)
     for quad in cutlass.range_constexpr(own // 4):
-        most = fold(largest[4 * quad : 4 * quad + 4], ptx.maximum, lane)
+        largest = []
+        for c in cutlass.range_constexpr(4):
+            most = scores[4 * quad + c]
+            for i in cutlass.range_constexpr(1, 2 * tile.halves):
+                most = ptx.maximum(most, scores[i * own + 4 * quad + c])
+            largest.append(most)
+        most = fold(largest, ptx.maximum, lane)
         if lane < 16:
             to = at + warp * per_warp + columns_at(quad, lane) + folded_column(lane) * 4
             ptx.shared_store(to, [most], Float32)
     ptx.sync(GROUP_BARRIER + group, 128)
     for quad in cutlass.range_constexpr(own // 4):
-        tops = [ptx.shared_load(at + i * per_warp + columns_at(quad, lane), Float32, 4) for i in range(4)]
+        found = [ptx.shared_load(at + i * per_warp + columns_at(quad, lane), Float32, 4) for i in range(4)]
         for c in cutlass.range_constexpr(4):
-            column = 4 * quad + c
-            top = ptx.maximum(ptx.maximum(tops[0][c], tops[1][c]), ptx.maximum(tops[2][c], tops[3][c]))
-            new = ptx.maximum(references[column], top - Float32(BELOW))
+            most = ptx.maximum(ptx.maximum(found[0][c], found[1][c]), ptx.maximum(found[2][c], found[3][c]))
+            tops[4 * quad + c] = ptx.maximum(most, Float32(NOTHING)) - Float32(BELOW)
+
+
+@cute.jit
+def raise_references(tile: cutlass.Constexpr[Tile], tops, references, sums, outputs):
+    """Raise this thread's references where the step is too far above; all threads of a column do the same."""
+    own = tile.own_columns
+    over = tops[0] - references[0]
+    for column in cutlass.range_constexpr(1, own):
+        over = ptx.maximum(over, tops[column] - references[column])
+    if over > Float32(FAR):
+        for column in cutlass.range_constexpr(own):
+            new = ptx.maximum(references[column], tops[column])
             factor = ptx.exp2((references[column] - new) * Float32(LOG2E))
             references[column] = new
             sums[column] = sums[column] * factor
@@ -96,12 +93,54 @@ def _raise(tile: cutlass.Constexpr[Tile], largest, references, sums, outputs, gr
 
 
 @cute.jit
-def store_probabilities(
-    tile: cutlass.Constexpr[Tile], scores, value_scales, references, sums, group, warp, lane, shared
+def add_probabilities(
+    tile: cutlass.Constexpr[Tile], scores, per_value_scale, tops, factors, sums, lane
 ):  # fmt: skip
-    """Turn scores into probabilities in shared memory, the B operand of the outputs, and add them up."""
-    own, pitch = tile.own_columns, tile.query_pitch
-    at = shared + tile.places.probabilities + group * tile.probability_bytes + warp * (2 * pitch)
+    """Turn scores into probabilities, and add them up; whether e4m3 needs finer terms of them.
+
+    That is where a few tokens outweigh all others of a warp by 2^12 in some row: then what the others have in common is
+    worth keeping, as the few may be sinks, whose values are about 0.
+    """
+    own = tile.own_columns
+    found = [Float32(0.0)] * own
+    weights = [Float32(0.0)] * own
+    for i in cutlass.range_constexpr(2 * tile.halves):
+        for column in cutlass.range_constexpr(own):
+            place = i * own + column
+            probability = ptx.exp2((scores[place] - tops[column]) * Float32(LOG2E))
+            scores[place] = probability
+            if cutlass.const_expr(tile.token_scales):
+                found[column] = ptx.multiply_add(probability, per_value_scale[i], found[column])
+                weights[column] = weights[column] + probability
+            else:
+                found[column] = found[column] + probability
+    for column in cutlass.range_constexpr(own):
+        sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
+    are_few = Int32(0)
+    if cutlass.const_expr(tile.is_e4m3):
+        least = Float32(float("inf"))
+        for column in cutlass.range_constexpr(own):
+            weight = weights[column] if cutlass.const_expr(tile.token_scales) else found[column]
+            # Nothing at all is what tokens give that a row does not see.
+            least = ptx.minimum(least, ptx.select(weight.bitcast(Int32), weight, Float32.inf))
+        is_low = Int32(0)
+        if least < Float32(LOW):
+            is_low = Int32(1)
+        lanes_of_columns = Int32(0x11111111) << (lane & 3)
+        if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= 7:
+            are_few = Int32(1)
+    return are_few
+
+
+@cute.jit
+def store_probabilities(
+    tile: cutlass.Constexpr[Tile], probabilities, value_signs, finer: cutlass.Constexpr[bool], group, warp, lane, shared
+):  # fmt: skip
+    """Store probabilities in shared memory as the B operand of the outputs, or ``finer`` terms of e4m3 sums of them."""
+    own, pitch, places = tile.own_columns, tile.query_pitch, tile.places
+    at = (
+        shared + (places.finer if finer else places.probabilities) + group * tile.probability_bytes + warp * (2 * pitch)
+    )
     if cutlass.const_expr(tile.is_e4m3):
         # After the transpose a lane holds four tokens of one column.
         which = (lane >> 2) & 3
@@ -115,17 +154,12 @@ def store_probabilities(
         for quad in cutlass.range_constexpr(own // 4):
             words = []
             for i in cutlass.range_constexpr(2):
-                four = []
-                for c in cutlass.range_constexpr(4):
-                    column = 4 * quad + c
-                    difference = scores[(half * 2 + i) * own + column] - references[column]
-                    probability = ptx.exp2(difference * Float32(LOG2E))
-                    sums[column] = sums[column] + probability
-                    if cutlass.const_expr(tile.token_scales):
-                        probability = probability * value_scales[half * 2 + i]
-                    four.append(probability)
+                token = half * 2 + i
+                four = [probabilities[token * own + 4 * quad + c] for c in range(4)]
+                if cutlass.const_expr(tile.token_scales):
+                    four = [probability * value_signs[token] for probability in four]
                 if cutlass.const_expr(tile.is_e4m3):
-                    for part, word in enumerate(ptx.split_probabilities(four)):
+                    for part, word in enumerate(ptx.split_probabilities(four, finer)):
                         turned = ptx.permute_bytes(word, ptx.exchange(word, 4, Int32), first)
                         turned = ptx.permute_bytes(turned, ptx.exchange(turned, 8, Int32), second)
                         place = i * pitch + half * 8 + part * (tile.rows * 16) + quad * (2 * CORE)

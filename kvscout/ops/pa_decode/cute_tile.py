@@ -33,11 +33,8 @@ THREADS = MATH_THREADS + LOAD_THREADS
 CORE = 128
 """Bytes of a core matrix."""
 REDUCE_THREADS = 128
-REDUCE_CHUNK = 64
-"""Partial results that the reducer holds at a time."""
-REDUCE_HEADER = 128 + REDUCE_THREADS * 16 + REDUCE_CHUNK * 4
-"""Bytes of its barrier, sums and weights, which its partial results follow."""
-
+REDUCE_FEW = 8
+"""Partial results that a warp of the merge adds up by itself."""
 E4M3 = "e4m3"
 
 
@@ -48,6 +45,7 @@ class Places(NamedTuple):
     values: int
     queries: int  # B operand
     probabilities: int  # B operand of each warpgroup
+    finer: int  # the same of what two e4m3 numbers leave of them
     exchange: int  # outputs of each warpgroup
     bounds: int  # (low, high) of each row
     row_scales: int
@@ -215,6 +213,7 @@ class Tile:
             values=values,
             queries=take(self.rows * DIM * 2),
             probabilities=take(WARPGROUPS * self.probability_bytes),
+            finer=take(WARPGROUPS * self.probability_bytes if self.is_e4m3 else 0),
             # The rings are empty by then.
             exchange=keys,
             bounds=take(2 * per_row),

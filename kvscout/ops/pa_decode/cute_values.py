@@ -37,18 +37,19 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
 
 
 @cute.jit
-def add_outputs(tile: cutlass.Constexpr[Tile], outputs, normaliser, stage, group, shared):
-    """``outputs[(64-row half of D, second, column)] += values of a stage times the warpgroup's probabilities``.
+def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.Constexpr[bool], stage, group, shared):
+    """``outputs[(64-row half of D, second, column)] += factor * values of a stage times probabilities``.
 
-    Every step goes to float32: wgmma adds up e4m3 products in less precision.
+    The probabilities, or their ``finer`` terms, are the warpgroup's, the factor is the column's. Every step goes to
+    float32: wgmma adds up e4m3 products in less precision.
     """
     places = tile.places
     values = ptx.descriptor(shared + places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
     if cutlass.const_expr(not tile.alternate):
         values = values + group * (DIM * 16 >> 4)
-    probabilities = ptx.descriptor(
-        shared + places.probabilities + group * tile.probability_bytes, tile.query_pitch
-    )  # fmt: skip
+    stored = places.finer if finer else places.probabilities
+    probabilities = ptx.descriptor(shared + stored + group * tile.probability_bytes, tile.query_pitch)
+    high, low = (2.0**-10, 2.0**-16) if finer else (1.0, 2.0**-4)
     pieces = 2  # of 16 bytes, of one product's K
     tokens = STEP if tile.alternate else STEP // WARPGROUPS
     own, per_product = tile.own_columns, tile.columns // 2
@@ -60,14 +61,11 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, normaliser, stage, group
         )  # fmt: skip
         for chain in cutlass.range_constexpr(tile.chains):
             for k in cutlass.range_constexpr(2 * own):
-                place = ((begin + chain) * 2 + ((k >> 1) & 1)) * own + (k >> 2) * 2 + (k & 1)
-                high = found[chain * per_product + k]
-                if cutlass.const_expr(not tile.is_e4m3):
-                    outputs[place] = outputs[place] + high
-                else:
-                    low = found[chain * per_product + 2 * own + k]
-                    if cutlass.const_expr(tile.token_scales):
-                        both = ptx.multiply_add(low, Float32(0.0625), high)
-                        outputs[place] = ptx.multiply_add(both, normaliser, outputs[place])
-                    else:
-                        outputs[place] = ptx.multiply_add(low, Float32(0.0625), outputs[place] + high)
+                column = (k >> 2) * 2 + (k & 1)
+                place = ((begin + chain) * 2 + ((k >> 1) & 1)) * own + column
+                product = found[chain * per_product + k]
+                if cutlass.const_expr(tile.is_e4m3):
+                    if cutlass.const_expr(finer):
+                        product = product * Float32(high)
+                    product = ptx.multiply_add(found[chain * per_product + 2 * own + k], Float32(low), product)
+                outputs[place] = ptx.multiply_add(product, factors[column], outputs[place])

@@ -55,6 +55,7 @@ class Data(NamedTuple):
     sinks_are_16_bit: Int32
     keys_by_token: Int32  # whether keys have a scale per token
     values_by_token: Int32
+    rows_of_merge: Int32  # query rows of a thread block of the merge
     rows_first: Int32  # whether the grid's first dimension is row blocks, else tasks
     softmax_scale: Float32
     value_factor: Float32

@@ -23,6 +23,9 @@ MAX_SLOTS_TIMES_SEQUENCES = 2**40
 
 MAX_RECOMMENDED_SPLITS = 8
 
+LARGE_WORKGROUPS = ("sm_90",)
+"""Where one workgroup fills an SM, and a second one's start and partial results cost more than they hide."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -100,8 +103,8 @@ def plan_pa_decode(
             negative lengths are empty sequences. B may be 0.
         num_kv_heads: heads in the KV cache; every head runs all tasks.
         max_partitions: most tasks of one sequence; None takes the number of SMs (or the plan's).
-        workgroup_budget: workgroups to fill, over all KV heads; None takes twice the number of SMs (or the plan's).
-            Variant ``cute_wgmma`` of ``pa_decode`` is up to a third faster with as many as there are SMs.
+        workgroup_budget: workgroups to fill, over all KV heads; None takes the number of SMs on sm_90, twice that
+            elsewhere (or the plan's).
         sliding_window: W, the tokens that a query sees, its own position included; 0 and -1 are no window.
         query_length: QL, query tokens per sequence.
         batch_invariant: split each sequence without regard to the others. The bits of its outputs then do not depend on
@@ -193,7 +196,7 @@ def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePla
     if max_partitions is None:
         max_partitions = sms_of(device)
     if workgroup_budget is None:
-        workgroup_budget = 2 * sms_of(device)
+        workgroup_budget = sms_of(device) * (1 if arch_of(device) in LARGE_WORKGROUPS else 2)
     capacity = settings.capacity(num_sequences, max_partitions, workgroup_budget)
     return PADecodePlan(
         work_info=torch.empty(capacity, 4, dtype=torch.int32, device=device),

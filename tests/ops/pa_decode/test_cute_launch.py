@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvscout import pa_decode
+from kvscout import pa_decode, plan_pa_decode
 from kvscout.kernels.cute import runtime
 from kvscout.ops.pa_decode import cute_tile
 from kvscout.ops.pa_decode.variants import cute_wgmma
@@ -90,7 +90,8 @@ def test_a_call_is_one_program_on_the_caller_s_own_tensors(call, launches):
     assert data.softmax_scale == 0.5 * made["softmax_scale"]
     assert (data.back, data.ahead) == (MOST, 1)
     assert launch.device is made["context_lengths"]
-    assert launch.numbers == (plan.capacity, 1, 2, plan.max_partitions, 3, 12)
+    assert launch.numbers == (plan.capacity, 1, 2, 3, 3)
+    assert data.rows_of_merge == 4
     assert decode(made, launches)[1] == []
 
 
@@ -118,8 +119,6 @@ def test_rows_are_cut_into_blocks(group, query_length, rows, blocks, call, launc
 
 def test_a_plan_without_splits_takes_no_merge_and_no_scratch(call, launches):
     made = call()
-    from kvscout import plan_pa_decode
-
     made["work_plan"] = plan_pa_decode(made["context_lengths"], 2, max_partitions=1)
     launch, host_ops = decode(made, launches)
     assert host_ops == []
@@ -128,9 +127,15 @@ def test_a_plan_without_splits_takes_no_merge_and_no_scratch(call, launches):
 
 
 def test_many_rows_are_merged_by_fewer_thread_blocks(call, launches):
-    for lengths, heads, grid in (((9,) * 4, 1, (4, 16)), ((1,) * 600, 1, (528, 1)), ((1,) * 1000, 2, (264, 1))):
+    for lengths, heads, rows, grid in (
+        ((9,) * 4, 1, 4, (4, 4)), ((1,) * 600, 1, 4, (528, 1)), ((1,) * 1000, 2, 4, (264, 1)),
+    ):  # fmt: skip
         launch, _ = decode(call(lengths=lengths, group=16, kv_heads=heads), launches)
-        assert launch.numbers[-2:] == grid
+        assert (launch.data.rows_of_merge, launch.numbers[-2:]) == (rows, grid)
+    made = call(lengths=(9000,) * 4, group=16, kv_heads=1)
+    made["work_plan"] = plan_pa_decode(made["context_lengths"], 1, max_partitions=16, workgroup_budget=32)
+    launch, _ = decode(made, launches)
+    assert (launch.data.rows_of_merge, launch.numbers[-2:]) == (1, (4, 16))
 
 
 @pytest.mark.parametrize("kind", ["key", "value", "both"])
@@ -158,7 +163,7 @@ def test_types_of_queries_and_sinks(dtype, sinks, call, launches):
     assert launch.data.sinks_are_16_bit == (sinks is None)
 
 
-def test_scratch_that_bulk_copies_cannot_read_is_replaced():
+def test_scratch_that_vectors_cannot_lie_in_is_replaced():
     aligned = torch.empty(8, 2), torch.empty(8)
     assert cute_wgmma._aligned(aligned) is aligned
     out, stats = cute_wgmma._aligned((torch.empty(9)[1:].view(4, 2), torch.empty(8)))

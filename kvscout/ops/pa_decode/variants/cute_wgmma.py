@@ -1,10 +1,8 @@
 """Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 ones by sums of two, a second kernel merges.
 
-Wins: everywhere on Hopper that it serves, chunked caches of D 128; e4m3 ones only where it is asked for by name.
-Limit: probabilities beside e4m3 values are kept down to 2^-17 of the largest in half of a task. Where one token
-outweighs tens of thousands, as a sink does, part of what the others give is lost: 3e-3 of the result with 8k tokens
-beside a weight of 0.9 and 0.14 with 32k, by the same arithmetic on a CPU. A token whose value scale is 1e3 times its
-neighbours' costs them 1e-2. e4m3 products are added up with 14 bits: errors of up to 8e-4 in logits and lse. Small
+Wins: everywhere on Hopper that it serves, chunked caches of D 128.
+Limit: probabilities beside e4m3 values have 8 bits, and none below 2^-22 of the largest of their 128 tokens of half of
+a task. e4m3 products are added up with 14 bits: errors of up to 8e-4 in logits and lse. Small
 batches wait for a chain of latencies (plan, page ids, first tile, merge), large ones for memory. More than 64 query
 rows per KV head read the cache again for every 64. No context may come within 1024 tokens of 2^31.
 Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16), plans of 132 slots: 1 x 8k
@@ -30,7 +28,7 @@ from ....kernels.cute.program import Program
 from ....paging import CHUNKED, PAGE_SIZES
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
-from ..cute_tile import DIM, STEP, Tile
+from ..cute_tile import DIM, REDUCE_FEW, REDUCE_THREADS, STEP, Tile
 
 CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -41,12 +39,12 @@ ROWS = (16, 32, 64)
 MAX_ROWS = 1 << 20
 MAX_GRID = 65535
 
-# Thread blocks of the merge, at most: a row each while there are few; with more, blocks that find nothing to do would
+# Thread blocks of the merge, at most: all rows while there are few; with more, blocks that find nothing to do would
 # take the time, which is what most of them find where there is less than a second slot per sequence.
 MERGE_BLOCKS = 4096
 FEW_MERGE_BLOCKS = 528
 
-# Bulk copies take addresses that are multiples of this.
+# Bulk copies and vectors take addresses that are multiples of this.
 ALIGNMENT = 16
 
 
@@ -148,7 +146,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     value_block, value_head = values.stride()[:2]
     size = keys.element_size()
     reach = problem.window or INT32_MAX
-    merge = (0, 0) if partials is None else _merge_grid(problem)
+    rows_of_merge, *merge = (1, 0, 0) if partials is None else _merge_grid(problem)
     data = (
         output.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), args.block_tables.data_ptr(),
         args.work_info.data_ptr(), args.reduce_info.data_ptr(), _address(args.key_scale), _address(args.value_scale),
@@ -160,19 +158,21 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         problem.num_sequences, problem.capacity, problem.query_length, problem.group, problem.tile // STEP,
         reach, 1 if problem.causal else reach,
         int(problem.dtype == torch.float16), int(sinks is not None and sinks.dtype != torch.float32),
-        int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN), int(rows_first),
+        int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN), rows_of_merge, int(rows_first),
         args.softmax_scale * args.key_factor, args.value_factor, 1 / problem.group,
     )  # fmt: skip
     grid = (row_blocks, problem.capacity) if rows_first else (problem.capacity, row_blocks)
-    _kernel(problem, config)(args.context_lengths, data, *grid, kv_heads, problem.max_partitions, *merge)
+    _kernel(problem, config)(args.context_lengths, data, *grid, kv_heads, *merge)
 
 
-def _merge_grid(problem: Problem) -> tuple[int, int]:
-    """Sequences, and rows of each, that thread blocks of the merge begin with."""
+def _merge_grid(problem: Problem) -> tuple[int, int, int]:
+    """Rows of a thread block of the merge; sequences, and such blocks of each, that are begun with."""
     sequences, kv_heads = problem.num_sequences, problem.num_kv_heads
     most = MERGE_BLOCKS if problem.capacity >= 2 * sequences else FEW_MERGE_BLOCKS
-    rows = min(problem.rows_per_head, max(1, most // (sequences * kv_heads)))
-    return min(sequences, max(1, most // (rows * kv_heads))), rows
+    # Few partial results are a warp's work, more are a thread block's.
+    of_block = REDUCE_THREADS // 32 if problem.capacity < REDUCE_FEW * sequences else 1
+    blocks = min(-(-problem.rows_per_head // of_block), max(1, most // (sequences * kv_heads)))
+    return of_block, min(sequences, max(1, most // (blocks * kv_heads))), blocks
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -180,7 +180,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _aligned(partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Memory for partial results, or other memory where bulk copies could not read it."""
+    """Memory for partial results, or other memory where vectors could not lie there."""
     if any(partial.data_ptr() % ALIGNMENT for partial in partials):
         out, stats = partials
         return out.new_empty(out.shape), stats.new_empty(stats.shape)
@@ -203,8 +203,7 @@ VARIANT = Variant(
     refuses=_refuses,
     space=_space,
     records_grad=False,
-    # See the limit above: what it makes of e4m3 caches is not right for every input, so nobody gets it unasked.
-    rank=lambda problem: 0 if problem.cache_dtype == fp8.FN else 150,
+    rank=lambda problem: 150,
     lacks=lambda: runtime.unavailable(_programs()),
     load=_load,
     programs=_programs,
