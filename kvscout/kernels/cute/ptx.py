@@ -325,10 +325,9 @@ def descriptor(shared: Any, leading: int) -> Any:
 
 
 def multiply(
-    kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], steps: tuple[int, int], count: int,
-    chains: int = 1, chain_step: int = 0,
+    kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], chains: Sequence[Sequence[tuple[int, int]]]
 ) -> Any:  # fmt: skip
-    """Start and finish ``chains`` sums of ``count`` wgmma products each, of 64 x ``columns``: their accumulators.
+    """Start and finish sums of wgmma products, of 64 x ``columns`` each: their accumulators.
 
     All in one block of text whose accumulators are outputs only: none is live across it, so that ptxas has nothing to
     serialise. Operands are K-major without swizzle.
@@ -336,58 +335,63 @@ def multiply(
     Args:
         kind: the end of the instruction's name, such as "k16.f32.bf16.bf16".
         columns: N.
-        a: low descriptor word of the first product's A.
-        b: the same of B.
+        a: low descriptor word of A, or a list of the registers of each of a sum's products: four of each.
+        b: low descriptor word of B.
         strides: bytes from 8 rows to the next 8 of A, and of B.
-        steps: bytes from one product's K to the next one's in A, and in B.
-        count: products of a chain.
-        chains: of 64 rows each.
-        chain_step: bytes from one chain's A to the next one's.
+        chains: for each sum, the bytes from A and from B to those of each of its products.
     """
     per_chain = columns // 2
-    at = chains * per_chain
+    at = len(chains) * per_chain
+    in_registers = isinstance(a, list)
+    inputs = [(Int32, word) for word in a] if in_registers else [(Int32, a)]
+    at_b = at + len(inputs)
     lines = [
         "{.reg .b32 t, ha, hb; .reg .b64 da, db; .reg .pred first, then;",
         "setp.ne.b32 first, 0, 0; setp.eq.b32 then, 0, 0;",
         f"mov.b32 ha, {strides[0] >> 4}; mov.b32 hb, {strides[1] >> 4};",
         "wgmma.fence.sync.aligned;",
     ]
-    transposed = "" if "e4m3" in kind else ", 0, 0"
-    for chain in range(chains):
+    # Whether A and B are transposed, of which only 16-bit types have a choice, and A only in shared memory.
+    transposed = "" if "e4m3" in kind else ", 0" if in_registers else ", 0, 0"
+    for chain, products in enumerate(chains):
         registers = ",".join(f"${chain * per_chain + i}" for i in range(per_chain))
-        for step in range(count):
+        for step, (from_a, from_b) in enumerate(products):
+            if in_registers:
+                operand = "{" + ",".join(f"${at + 4 * step + i}" for i in range(4)) + "}"
+            else:
+                lines.append(f"add.s32 t, ${at}, {from_a >> 4}; mov.b64 da, {{t, ha}};")
+                operand = "da"
             lines += [
-                f"add.s32 t, ${at}, {(chain * chain_step + step * steps[0]) >> 4}; mov.b64 da, {{t, ha}};",
-                f"add.s32 t, ${at + 1}, {(step * steps[1]) >> 4}; mov.b64 db, {{t, hb}};",
-                f"wgmma.mma_async.sync.aligned.m64n{columns}{kind} {{{registers}}}, da, db, "
+                f"add.s32 t, ${at_b}, {from_b >> 4}; mov.b64 db, {{t, hb}};",
+                f"wgmma.mma_async.sync.aligned.m64n{columns}{kind} {{{registers}}}, {operand}, db, "
                 f"{'then' if step else 'first'}, 1, 1{transposed};",
             ]
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;}")
-    return ptx("\n".join(lines), (Float32,) * at, [(Int32, a), (Int32, b)])
+    return ptx("\n".join(lines), (Float32,) * at, [*inputs, (Int32, b)])
 
 
 # Sums of two e4m3 numbers.
 
 
-def split_probabilities(values: Sequence[Any], finer: bool) -> Any:
-    """Four floats up to 256 as words of e4m3, ``a + b / 2^4 + c / 2^10 + d / 2^16``: the first two, or the last.
+def split_probabilities(values: Sequence[Any], shifts: Sequence[int], count: int) -> Any:
+    """Four floats up to 256 as words of e4m3: the last ``count`` terms of ``a + 2^-s0 (b + 2^-s1 (c + ...))``.
 
     The subtractions are in float16, where they are exact once the value is rounded to float16.
     """
-    lines = ["{.reg .b32 v<2>, up, m, n; .reg .b16 t<2>;"]
-    lines += [f"cvt.rn.f16x2.f32 v{i}, ${2 * i + 3}, ${2 * i + 2};" for i in range(2)]
-    for term in range(4 if finer else 2):
+    terms = len(shifts) + 1
+    lines = ["{.reg .b32 v<2>, up; .reg .b16 t<2>;"]
+    lines += [f"cvt.rn.f16x2.f32 v{i}, ${count + 2 * i + 1}, ${count + 2 * i};" for i in range(2)]
+    for term in range(terms):
         lines += [f"cvt.rn.satfinite.e4m3x2.f16x2 t{i}, v{i};" for i in range(2)]
-        if term >= (2 if finer else 0):
-            lines.append(f"mov.b32 ${term % 2}, {{t0, t1}};")
-        if term < (3 if finer else 1):
-            # 2^4, then 2^6, and their negatives.
-            lines.append(f"mov.b32 m, {0x54005400 if term else 0x4C004C00}; xor.b32 n, m, 0x80008000;")
+        if term >= terms - count:
+            lines.append(f"mov.b32 ${term - (terms - count)}, {{t0, t1}};")
+        if term < terms - 1:
             for i in range(2):
-                lines += [f"cvt.rn.f16x2.e4m3x2 up, t{i};", f"mul.rn.f16x2 v{i}, v{i}, m;"]
-                lines.append(f"fma.rn.f16x2 v{i}, up, n, v{i};")
-    text = "\n".join([*lines, "}"])
-    return ptx(text, (Int32, Int32), [(Float32, value) for value in values], False)
+                lines.append(f"cvt.rn.f16x2.e4m3x2 up, t{i}; sub.rn.f16x2 v{i}, v{i}, up;")
+                if shifts[term]:
+                    power = 15 + shifts[term] << 10
+                    lines.append(f"mov.b32 up, {power << 16 | power}; mul.rn.f16x2 v{i}, v{i}, up;")
+    return ptx("\n".join([*lines, "}"]), (Int32,) * count, [(Float32, value) for value in values], False)
 
 
 def split_queries(values: Sequence[Any]) -> Any:

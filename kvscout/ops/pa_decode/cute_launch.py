@@ -12,6 +12,7 @@ from .cute_loads import produce
 from .cute_math import consume
 from .cute_outputs import clear_rows
 from .cute_reduce import reduce_sequences
+from .cute_rows import consume_rows
 from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of
 
@@ -98,7 +99,10 @@ class Kernel:
             if cutlass.const_expr(tile.moves_registers):
                 cute.arch.setmaxregister_increase(MATH_REGISTERS)
             if is_task:
-                consume(tile, thread, warp, lane, shared, data, work)
+                if cutlass.const_expr(tile.by_rows):
+                    consume_rows(tile, thread, warp, lane, shared, data, work)
+                else:
+                    consume(tile, thread, warp, lane, shared, data, work)
 
     @cute.kernel
     def reduce(self, data: Data) -> None:
@@ -107,7 +111,9 @@ class Kernel:
         sequence, first_row, kv_head = cute.arch.block_idx()
         sequence_step, row_step, _ = cute.arch.grid_dim()
         shared = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
-        reduce_sequences(thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data)
+        # Blocks of the next call that share a multiprocessor would take the places of this kernel's: up to 25% slower.
+        is_late = self.tile.blocks > 1
+        reduce_sequences(thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data, is_late)
 
 
 def build(tile: Tile) -> tuple[Kernel, tuple[Any, ...]]:

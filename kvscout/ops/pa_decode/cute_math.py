@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from ...kernels.cute import ptx
 from .cute_outputs import merge_warpgroups
@@ -17,12 +17,9 @@ from .cute_softmax import (
     raise_references,
     store_probabilities,
 )
-from .cute_tile import MATH_THREADS, STEP, WARPGROUPS, Tile
+from .cute_tile import MATH_BARRIER, MATH_THREADS, STEP, WARPGROUPS, Tile
 from .cute_values import add_outputs, clear_values
-from .cute_work import partitions_of
-
-MATH_BARRIER = 3
-"""The named barrier of all multiplying warps."""
+from .cute_work import partitions_of, value_factor
 
 LEAST_SCALE = 2.0**-60
 """Values of a smaller scale are taken to have this one: far below what a sum with others can tell from 0."""
@@ -40,7 +37,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         _, partitions = partitions_of(data, work.sequence)
     load_queries(tile, thread, shared, data, work)
     if cutlass.const_expr(tile.is_e4m3 and not tile.token_scales):
-        factor = _value_factor(data, work)
+        factor = value_factor(data, work)
     if cutlass.const_expr(tile.token_scales):
         _fill_absent_scales(tile, thread, shared, data)
     ptx.fence_async_shared()
@@ -107,19 +104,10 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     cute.arch.griddepcontrol_launch_dependents()
     if cutlass.const_expr(tile.token_scales):
         _, partitions = partitions_of(data, work.sequence)
-        factor = _value_factor(data, work)
+        factor = value_factor(data, work)
     merge_warpgroups(
         tile, references, sums, outputs, factor, partitions, group, warp, lane, thread, shared, data, work
     )  # fmt: skip
-
-
-@cute.jit
-def _value_factor(data, work):
-    """What outputs are multiplied by, if values have no scale per token."""
-    factor = data.value_factor
-    if data.value_scale != 0 and data.values_by_token == 0:
-        factor = factor * ptx.load(data.value_scale + Int64(work.kv_head) * data.value_scale_head, Float32)
-    return factor
 
 
 @cute.jit

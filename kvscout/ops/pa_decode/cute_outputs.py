@@ -60,11 +60,12 @@ def merge_warpgroups(
             merged = [ptx.multiply_add(held[k], weight, merged[k]) for k in range(ELEMENTS_OF_SLOT)]
         merged = [x * factor for x in merged]
         row = work.first_row + ((column >> 1) * 8 + (lane & 3) * 2 + (column & 1))
-        _store(merged, top, total, row, slot, partitions, data, work)
+        store_merged(merged, top, total, row, slot, 4, partitions, data, work)
 
 
 @cute.jit
-def _store(merged, top, total, row, slot, partitions, data, work):
+def store_merged(merged, top, total, row, slot, distance: cutlass.Constexpr[int], partitions, data, work):
+    """Store what a task makes of a row, as its result or a partial one; see :func:`store_row`."""
     # All lanes exchange halves, also those whose row is past the last.
     is_row = Int32(0)
     if row < data.query_length * data.group:
@@ -83,7 +84,7 @@ def _store(merged, top, total, row, slot, partitions, data, work):
         if partitions > 1:
             # The caller has promised shorter contexts.
             factor, lse = Float32(float("nan")), Float32(float("nan"))
-        store_row(merged, factor, lse, at, lse_at, slot, 4, is_row, data)
+        store_row(merged, factor, lse, at, lse_at, slot, distance, is_row, data)
 
 
 @cute.jit

@@ -23,15 +23,18 @@ CHUNK = 32 * LANE_PARTS
 
 
 @cute.jit
-def reduce_sequences(thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data):
+def reduce_sequences(
+    thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data, is_late: cutlass.Constexpr[bool]
+):  # fmt: skip
     """Merge rows ``first_row``, ``first_row + row_step``, ... of sequences ``sequence``, ... of a KV head.
 
-    Each of them stands for ``data.rows_of_merge`` rows.
+    Each of them stands for ``data.rows_of_merge`` rows. The next kernel may begin before, or if ``is_late`` after.
     """
     # The plan is older than the partial results: what they waited for has ended.
     first_slot, count = partitions_of(data, sequence)
     cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(not is_late):
+        cute.arch.griddepcontrol_launch_dependents()
     rows = data.query_length * data.group
     warp, lane = thread >> 5, thread & 31
     while sequence < data.num_sequences:
@@ -51,6 +54,8 @@ def reduce_sequences(thread, shared, sequence, sequence_step, first_row, row_ste
             row = row + row_step * data.rows_of_merge
         sequence = sequence + sequence_step
         first_slot, count = partitions_of(data, cutlass.min(sequence, data.num_sequences - 1))
+    if cutlass.const_expr(is_late):
+        cute.arch.griddepcontrol_launch_dependents()
 
 
 @cute.jit

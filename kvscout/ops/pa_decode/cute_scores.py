@@ -28,9 +28,14 @@ def score(tile: cutlass.Constexpr[Tile], scores, row_scales, key_scales, stage, 
     own, per_product = tile.own_columns, tile.columns // 2
     for begin in cutlass.range_constexpr(0, tile.halves, tile.chains):
         found = ptx.multiply(
-            tile.kind, tile.columns, keys + begin * (CORE >> 4), queries, (tile.key_stride, CORE),
-            (chunks * tile.key_leading, chunks * tile.query_pitch), tile.chunks // chunks,
-            min(tile.chains, tile.halves), CORE,
+            tile.kind, tile.columns, keys, queries, (tile.key_stride, CORE),
+            [
+                [
+                    (half * CORE + i * tile.key_leading, i * tile.query_pitch)
+                    for i in range(0, tile.chunks, chunks)
+                ]
+                for half in range(begin, min(begin + tile.chains, tile.halves))
+            ],
         )  # fmt: skip
         for chain in cutlass.range_constexpr(min(tile.chains, tile.halves)):
             for k in cutlass.range_constexpr(2 * own):

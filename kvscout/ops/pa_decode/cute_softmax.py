@@ -159,7 +159,7 @@ def store_probabilities(
                 if cutlass.const_expr(tile.token_scales):
                     four = [probability * value_signs[token] for probability in four]
                 if cutlass.const_expr(tile.is_e4m3):
-                    for part, word in enumerate(ptx.split_probabilities(four, finer)):
+                    for part, word in enumerate(ptx.split_probabilities(four, (4, 6, 6) if finer else (4,), 2)):
                         turned = ptx.permute_bytes(word, ptx.exchange(word, 4, Int32), first)
                         turned = ptx.permute_bytes(turned, ptx.exchange(turned, 8, Int32), second)
                         place = i * pitch + half * 8 + part * (tile.rows * 16) + quad * (2 * CORE)

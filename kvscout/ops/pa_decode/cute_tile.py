@@ -13,7 +13,12 @@ each page make eight of the 64 rows.
   the h-th product. Queries and probabilities are sums of two e4m3 numbers, side by side: 2 ``rows`` columns.
 * 16-bit: each warpgroup takes every step, and of it the tokens ``16 g + 8 w + i``, w being its number.
 
-A thread holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered ``c = 2 j + e``.
+With many query rows it is the other way round: ``S = Q K^T`` and ``O = P V``, each warpgroup on alternate steps, with
+probabilities in registers (see :mod:`.cute_rows`). The operands lie as they do above. There a product of so many
+columns would be so much softmax that it and not memory would take the time.
+
+A thread of the first kind holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered
+``c = 2 j + e``.
 """
 
 from __future__ import annotations
@@ -29,9 +34,13 @@ WARPGROUPS = 2
 """Warpgroups that multiply; four more warps load, two for keys and two for values."""
 MATH_THREADS = 128 * WARPGROUPS
 LOAD_THREADS = 128
+MATH_BARRIER = 3
+"""The named barrier of all multiplying warps when they begin; the warpgroups' own are 1 and 2."""
 THREADS = MATH_THREADS + LOAD_THREADS
 CORE = 128
 """Bytes of a core matrix."""
+ROWS_PITCH = (DIM + 8) * 4
+"""Bytes from a row of exchanged outputs to the next where rows are many: such that neighbours are in other banks."""
 REDUCE_THREADS = 128
 REDUCE_FEW = 8
 """Partial results that a warp of the merge adds up by itself."""
@@ -69,6 +78,7 @@ class Tile:
         stages: steps that the rings hold.
         blocks: thread blocks that share a multiprocessor.
         token_scales: whether keys or values have a scale per token.
+        by_rows: whether query rows, which are 64, are the rows of products.
     """
 
     cache: str
@@ -77,16 +87,19 @@ class Tile:
     stages: int
     blocks: int = 1
     token_scales: bool = False
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
         # A warpgroup that met a stage only every other phase would take one parity for the other.
-        if self.rows % 16 or STEP % self.page or (self.is_e4m3 and self.stages % WARPGROUPS):
+        if self.rows % 16 or STEP % self.page or (self.alternate and self.stages % WARPGROUPS):
+            raise ValueError(f"no kernel for {self}")
+        if self.by_rows and (self.rows != 64 or self.token_scales):
             raise ValueError(f"no kernel for {self}")
 
     @property
     def name(self) -> str:
         """Unique, and a legal symbol."""
-        scales = "_token_scales" if self.token_scales else ""
+        scales = "_token_scales" if self.token_scales else "_by_rows" if self.by_rows else ""
         return f"pa_decode_{self.cache}_page{self.page}_rows{self.rows}_stages{self.stages}x{self.blocks}{scales}"
 
     @property
@@ -107,12 +120,12 @@ class Tile:
     @property
     def halves(self) -> int:
         """Products of 64 tokens that a warpgroup makes of a step that it takes."""
-        return 2 if self.is_e4m3 else 1
+        return 2 if self.alternate else 1
 
     @property
     def alternate(self) -> bool:
         """Whether the warpgroups take alternate steps."""
-        return self.is_e4m3
+        return self.is_e4m3 or self.by_rows
 
     @property
     def columns(self) -> int:
@@ -177,7 +190,7 @@ class Tile:
     @property
     def value_leading(self) -> int:
         """Bytes from a warpgroup's piece of values to its next."""
-        return DIM * 16 * (1 if self.is_e4m3 else WARPGROUPS)
+        return DIM * 16 * (1 if self.alternate else WARPGROUPS)
 
     @property
     def query_pitch(self) -> int:
@@ -187,12 +200,12 @@ class Tile:
     @property
     def probability_bytes(self) -> int:
         """Bytes of the probabilities of a warpgroup."""
-        return 8 * self.query_pitch
+        return 0 if self.by_rows else 8 * self.query_pitch
 
     @property
     def exchange_bytes(self) -> int:
         """Bytes of the outputs of a warpgroup."""
-        return self.rows * DIM * 4
+        return self.rows * (ROWS_PITCH if self.by_rows else DIM * 4)
 
     @property
     def places(self) -> Places:

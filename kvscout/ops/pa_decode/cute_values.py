@@ -22,9 +22,10 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
     limit = work.highest - start
     skipped = work.lowest - start
     of_word = tile.tokens_of_piece // 4
-    for piece in cutlass.range_constexpr(STEP // 16):
-        kept = limit - piece * 16
-        if skipped - piece * 16 >= tile.tokens_of_piece:
+    spacing = tile.value_leading // (DIM * 16) * tile.tokens_of_piece
+    for piece in cutlass.range_constexpr(STEP // spacing):
+        kept = limit - piece * spacing
+        if skipped - piece * spacing >= tile.tokens_of_piece:
             kept = Int32(0)
         if kept < tile.tokens_of_piece:
             to = at + piece * tile.value_leading
@@ -55,9 +56,14 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     own, per_product = tile.own_columns, tile.columns // 2
     for begin in cutlass.range_constexpr(0, DIM // 64, tile.chains):
         found = ptx.multiply(
-            tile.kind, tile.columns, values + begin * (64 * 16 >> 4), probabilities, (CORE, CORE),
-            (pieces * tile.value_leading, pieces * tile.query_pitch), tokens // (pieces * tile.tokens_of_piece),
-            tile.chains, 64 * 16,
+            tile.kind, tile.columns, values, probabilities, (CORE, CORE),
+            [
+                [
+                    (half * (64 * 16) + i * tile.value_leading, i * tile.query_pitch)
+                    for i in range(0, tokens // tile.tokens_of_piece, pieces)
+                ]
+                for half in range(begin, begin + tile.chains)
+            ],
         )  # fmt: skip
         for chain in cutlass.range_constexpr(tile.chains):
             for k in cutlass.range_constexpr(2 * own):

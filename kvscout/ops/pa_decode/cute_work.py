@@ -132,6 +132,15 @@ def partitions_of(data, sequence):
 
 
 @cute.jit
+def value_factor(data, work):
+    """What outputs are multiplied by, if values have no scale per token."""
+    factor = data.value_factor
+    if data.value_scale != 0 and data.values_by_token == 0:
+        factor = factor * load(data.value_scale + Int64(work.kv_head) * data.value_scale_head, Float32)
+    return factor
+
+
+@cute.jit
 def output_of(data, sequence, kv_head, row):
     """Address of a row's output, and of its lse."""
     position, in_group = place_of(data, row)

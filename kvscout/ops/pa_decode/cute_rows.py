@@ -1,0 +1,270 @@
+"""The multiplying warpgroups for many query rows, which are the 64 rows of ``S = Q K^T`` and of ``O += P V``.
+
+Each warpgroup takes alternate steps. A thread has two rows, ``16 warp + lane / 4 + 8 i`` (i < 2), and of each what four
+lanes share: tokens ``16 g + 8 h + 2 (lane % 4) + e`` of a step, elements ``8 j + 2 (lane % 4) + e`` of an output. So no
+row is more than a few lanes' matter, and probabilities are operands from the registers that they are computed in. What
+:mod:`.cute_softmax` says of references, and of sums of e4m3 numbers, holds here too, but that the second number has the
+scale of the first.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...kernels.cute import ptx
+from .cute_outputs import MERGE_BARRIER, store_merged
+from .cute_queries import load_queries
+from .cute_softmax import BELOW, FAR, GROUP_BARRIER, LOG2E, NOTHING
+from .cute_tile import CORE, DIM, MATH_BARRIER, MATH_THREADS, ROWS_PITCH, STEP, WARPGROUPS, Tile
+from .cute_values import clear_values
+from .cute_work import partitions_of, value_factor
+
+GROUPS = STEP // 16
+"""Groups of 16 tokens of a step."""
+LOW = 2.0
+"""What a thread's 32 probabilities of a row come to where sums of two e4m3 numbers have too few bits of them."""
+
+
+@cute.jit
+def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, work):
+    """Attend to a task's tokens, and store the result or a partial one."""
+    places = tile.places
+    group, warp = warp >> 2, warp & 3
+    in_group = thread & 127
+    # What is needed last is asked for first.
+    _, partitions = partitions_of(data, work.sequence)
+    load_queries(tile, thread, shared, data, work)
+    factor = data.value_factor
+    if cutlass.const_expr(tile.is_e4m3):
+        factor = value_factor(data, work)
+    ptx.fence_async_shared()
+    ptx.sync(MATH_BARRIER, MATH_THREADS)
+    first_row = warp * 16 + (lane >> 2)
+    row_scales, bounds = [], []
+    for i in cutlass.range_constexpr(2):
+        row_scales.append(ptx.shared_load(shared + places.row_scales + (first_row + 8 * i) * 4, Float32))
+        bounds.append(ptx.shared_load(shared + places.bounds + (first_row + 8 * i) * 8, Int32, 2))
+    outputs = cute.make_rmem_tensor((DIM // 2,), Float32)
+    outputs.fill(0.0)
+    sums = cute.make_rmem_tensor((2,), Float32)
+    sums.fill(0.0)
+    references = cute.make_rmem_tensor((2,), Float32)
+    references.fill(NOTHING)
+    scores = cute.make_rmem_tensor((STEP // 2,), Float32)
+    full_keys = shared + places.barriers
+    full_values = full_keys + 8 * tile.stages
+    empty_keys = full_keys + 16 * tile.stages
+    empty_values = full_keys + 24 * tile.stages
+    i = group
+    stage = group
+    phase = Int32(0)
+    while i < work.steps:
+        ptx.barrier_wait(full_keys + 8 * stage, phase)
+        _score(tile, scores, row_scales, stage, shared)
+        if lane == 0:
+            ptx.barrier_arrive(empty_keys + 8 * stage)
+        token = (work.first_step + i) * STEP
+        if token < work.all_low or token + STEP > work.all_high:
+            _mask(scores, bounds, token + 2 * (lane & 3))
+        tops = _find_tops(scores)
+        _raise_references(tops, references, sums, outputs)
+        factors = [ptx.exp2((tops[k] - references[k]) * Float32(LOG2E)) for k in range(2)]
+        few = _add_probabilities(tile, scores, tops, factors, sums, lane)
+        ptx.barrier_wait(full_values + 8 * stage, phase)
+        if token < work.lowest or token + STEP > work.highest:
+            clear_values(tile, stage, token, group, in_group, shared, work)
+            ptx.fence_async_shared()
+            ptx.sync(GROUP_BARRIER + group, 128)
+        if cutlass.const_expr(tile.is_e4m3):
+            if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
+                _add_outputs(tile, outputs, scores, factors, True, stage, lane, shared)
+        _add_outputs(tile, outputs, scores, factors, False, stage, lane, shared)
+        if lane == 0:
+            ptx.barrier_arrive(empty_values + 8 * stage)
+        i = i + WARPGROUPS
+        stage = stage + WARPGROUPS
+        if stage >= tile.stages:
+            stage = stage - tile.stages
+            phase = phase ^ 1
+    # Not before the last tile has been read: blocks of the next kernel would take its bandwidth.
+    cute.arch.griddepcontrol_launch_dependents()
+    _merge_warpgroups(tile, references, sums, outputs, factor, partitions, group, first_row, thread, shared, data, work)
+
+
+def _place(half: int, pair: int, row: int, e: int) -> int:
+    """Where a thread keeps a score: ``half`` h and ``pair`` g of its token, ``row`` i."""
+    return half * (STEP // 4) + 4 * pair + 2 * row + e
+
+
+@cute.jit
+def _score(tile: cutlass.Constexpr[Tile], scores, row_scales, stage, shared):
+    """``scores`` of this thread: queries times the keys of a stage, scaled by row."""
+    places = tile.places
+    queries = ptx.descriptor(shared + places.queries, tile.query_pitch)
+    keys = ptx.descriptor(shared + places.keys, tile.key_leading) + stage * (tile.stage_bytes >> 4)
+    parts = 2 if cutlass.const_expr(tile.is_e4m3) else 1
+    for half in cutlass.range_constexpr(2):
+        products = [
+            (part * (tile.rows * 16) + chunk * tile.query_pitch, half * CORE + chunk * tile.key_leading)
+            for part in range(parts)
+            for chunk in range(0, tile.chunks, 2)
+        ]
+        found = ptx.multiply(tile.kind, STEP // 2, queries, keys, (CORE, tile.key_stride), [products])
+        for k in cutlass.range_constexpr(STEP // 4):
+            scores[half * (STEP // 4) + k] = found[k] * row_scales[(k >> 1) & 1]
+
+
+@cute.jit
+def _mask(scores, bounds, token):
+    """-inf where a row does not see a token; ``token`` is this thread's first one."""
+    for half in cutlass.range_constexpr(2):
+        for pair in cutlass.range_constexpr(GROUPS):
+            for e in cutlass.range_constexpr(2):
+                at = token + (16 * pair + 8 * half + e)
+                for row in cutlass.range_constexpr(2):
+                    hidden = Int32(0)
+                    if at < bounds[row][0] or at >= bounds[row][1]:
+                        hidden = Int32(1)
+                    place = _place(half, pair, row, e)
+                    scores[place] = ptx.select(hidden, -Float32.inf, scores[place])
+
+
+@cute.jit
+def _find_tops(scores):
+    """The step's top of each of this thread's rows."""
+    tops = []
+    for row in cutlass.range_constexpr(2):
+        most = Float32(NOTHING)
+        for half in cutlass.range_constexpr(2):
+            for pair in cutlass.range_constexpr(GROUPS):
+                for e in cutlass.range_constexpr(2):
+                    most = ptx.maximum(most, scores[_place(half, pair, row, e)])
+        for distance in cutlass.range_constexpr(2):
+            most = ptx.maximum(most, ptx.exchange(most, 1 << distance))
+        tops.append(most - Float32(BELOW))
+    return tops
+
+
+@cute.jit
+def _raise_references(tops, references, sums, outputs):
+    """Raise this thread's references where the step is too far above; the lanes of a row do the same."""
+    if ptx.maximum(tops[0] - references[0], tops[1] - references[1]) > Float32(FAR):
+        for row in cutlass.range_constexpr(2):
+            new = ptx.maximum(references[row], tops[row])
+            factor = ptx.exp2((references[row] - new) * Float32(LOG2E))
+            references[row] = new
+            sums[row] = sums[row] * factor
+            for j in cutlass.range_constexpr(DIM // 8):
+                for e in cutlass.range_constexpr(2):
+                    outputs[4 * j + 2 * row + e] = outputs[4 * j + 2 * row + e] * factor
+
+
+@cute.jit
+def _add_probabilities(tile: cutlass.Constexpr[Tile], scores, tops, factors, sums, lane):
+    """Turn scores into probabilities, and add them up; whether e4m3 needs a finer term of them.
+
+    That is where few tokens of a step outweigh all others; see :func:`.cute_softmax.add_probabilities`.
+    """
+    are_few = Int32(0)
+    for row in cutlass.range_constexpr(2):
+        found = Float32(0.0)
+        for half in cutlass.range_constexpr(2):
+            for pair in cutlass.range_constexpr(GROUPS):
+                for e in cutlass.range_constexpr(2):
+                    place = _place(half, pair, row, e)
+                    scores[place] = ptx.exp2((scores[place] - tops[row]) * Float32(LOG2E))
+                    found = found + scores[place]
+        sums[row] = ptx.multiply_add(found, factors[row], sums[row])
+        if cutlass.const_expr(tile.is_e4m3):
+            is_low = Int32(0)
+            # Nothing at all is what tokens give that a row does not see.
+            if found < Float32(LOW) and found > Float32(0.0):
+                is_low = Int32(1)
+            if ptx.count_bits(ptx.ballot(is_low) & (Int32(15) << (lane & 28))) >= 3:
+                are_few = Int32(1)
+    return are_few
+
+
+def _operands(tile: Tile, probabilities: Any, finer: bool, lane: Any) -> list[Any]:
+    """Probabilities as operands of the outputs: four words for each product."""
+    if not tile.is_e4m3:
+        pack = ptx.pack_bfloat16 if tile.cache == "bf16" else ptx.pack_float16
+        return [
+            pack(*(probabilities[_place(half, pair, row, e)] for e in range(2)))
+            for pair in range(GROUPS)
+            for half in range(2)
+            for row in range(2)
+        ]
+    # Lane t of four needs tokens 4 t to 4 t + 3 of 16, which two lanes hold in half of a word each.
+    source = (lane & 28) | ((lane & 1) << 1)
+    order = ptx.select(lane & 2, 0x7632, 0x5410, Int32)
+    shifts, count = ((0, 10), 1) if finer else ((0,), 2)
+    terms: list[list[Any]] = [[] for _ in range(count)]
+    for pair in range(GROUPS):
+        for row in range(2):
+            four = [probabilities[_place(half, pair, row, e)] for half in range(2) for e in range(2)]
+            found = ptx.split_probabilities(four, shifts, count)
+            for term, word in zip(terms, found if count > 1 else [found], strict=True):
+                low, high = ptx.from_lane(word, source), ptx.from_lane(word, source + 1)
+                term.append(ptx.permute_bytes(low, high, order))
+    return [word for term in terms for word in term]
+
+
+@cute.jit
+def _add_outputs(
+    tile: cutlass.Constexpr[Tile], outputs, probabilities, factors, finer: cutlass.Constexpr[bool], stage, lane, shared
+):  # fmt: skip
+    """``outputs += factor * probabilities times values of a stage``, or only what is ``finer`` in e4m3."""
+    operands = _operands(tile, probabilities, finer, lane)
+    values = ptx.descriptor(shared + tile.places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
+    pieces = 2  # of 16 bytes, of one product's K
+    steps = [(0, i * tile.value_leading) for i in range(0, STEP // tile.tokens_of_piece, pieces)]
+    found = ptx.multiply(tile.kind, DIM, operands, values, (0, CORE), [steps * (len(operands) // (4 * len(steps)))])
+    scale = [factor * Float32(2.0**-10) for factor in factors] if cutlass.const_expr(finer) else factors
+    for k in cutlass.range_constexpr(DIM // 2):
+        outputs[k] = ptx.multiply_add(found[k], scale[(k >> 1) & 1], outputs[k])
+
+
+@cute.jit
+def _merge_warpgroups(
+    tile: cutlass.Constexpr[Tile], references, sums, outputs, factor, partitions, group, first_row, thread, shared,
+    data, work,
+):  # fmt: skip
+    """Add both warpgroups' outputs up, a row by each warp at a time; ``factor`` multiplies outputs."""
+    places, lane = tile.places, thread & 31
+    # The rings are empty once both are here.
+    ptx.sync(MERGE_BARRIER, MATH_THREADS)
+    at = shared + places.exchange + group * tile.exchange_bytes
+    for row in cutlass.range_constexpr(2):
+        total = sums[row]
+        for distance in cutlass.range_constexpr(2):
+            total = total + ptx.exchange(total, 1 << distance)
+        number = first_row + 8 * row
+        if (lane & 3) == 0:
+            ptx.shared_store(shared + places.references + (group * tile.rows + number) * 4, [references[row]], Float32)
+            ptx.shared_store(shared + places.sums + (group * tile.rows + number) * 4, [total], Float32)
+        to = at + number * ROWS_PITCH + (lane & 3) * 8
+        for j in cutlass.range_constexpr(DIM // 8):
+            ptx.shared_store(to + 32 * j, [outputs[4 * j + 2 * row + e] for e in range(2)], Float32)
+    ptx.sync(MERGE_BARRIER, MATH_THREADS)
+    element = (lane >> 3) * 16 + (lane & 7)
+    for i in cutlass.range(tile.rows * 32 // MATH_THREADS, unroll=1):
+        number = (thread >> 5) + i * (MATH_THREADS // 32)
+        tops = [
+            ptx.shared_load(shared + places.references + (g * tile.rows + number) * 4, Float32)
+            for g in range(WARPGROUPS)
+        ]
+        top = ptx.maximum(tops[0], tops[1])
+        merged: Any = [Float32(0.0)] * 4
+        total = Float32(0.0)
+        for g in cutlass.range_constexpr(WARPGROUPS):
+            weight = ptx.exp2((tops[g] - top) * Float32(LOG2E))
+            part = ptx.shared_load(shared + places.sums + (g * tile.rows + number) * 4, Float32)
+            total = ptx.multiply_add(part, weight, total)
+            row_at = shared + places.exchange + g * tile.exchange_bytes + number * ROWS_PITCH + element * 4
+            held = [ptx.shared_load(row_at + (k >> 1) * 256 + (k & 1) * 32, Float32) for k in range(4)]
+            merged = [ptx.multiply_add(held[k], weight, merged[k]) for k in range(4)]
+        merged = [x * factor for x in merged]
+        store_merged(merged, top, total, work.first_row + number, lane, 1, partitions, data, work)
