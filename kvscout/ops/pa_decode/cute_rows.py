@@ -108,7 +108,8 @@ def _score(tile: cutlass.Constexpr[Tile], scores, row_scales, stage, shared):
     for half in cutlass.range_constexpr(2):
         products = [
             (part * (tile.rows * 16) + chunk * tile.query_pitch, half * CORE + chunk * tile.key_leading)
-            for part in range(parts)
+            # The small sum first: products are added up with few bits, relative to what is there.
+            for part in reversed(range(parts))
             for chunk in range(0, tile.chunks, 2)
         ]
         found = ptx.multiply(tile.kind, STEP // 2, queries, keys, (CORE, tile.key_stride), [products])
@@ -209,7 +210,8 @@ def _operands(tile: Tile, probabilities: Any, finer: bool, lane: Any) -> list[An
             for term, word in zip(terms, found if count > 1 else [found], strict=True):
                 low, high = ptx.from_lane(word, source), ptx.from_lane(word, source + 1)
                 term.append(ptx.permute_bytes(low, high, order))
-    return [word for term in terms for word in term]
+    # The small numbers first, as in the scores.
+    return [word for term in reversed(terms) for word in term]
 
 
 @cute.jit

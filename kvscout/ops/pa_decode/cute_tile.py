@@ -95,6 +95,8 @@ class Tile:
             raise ValueError(f"no kernel for {self}")
         if self.by_rows and (self.rows != 64 or self.token_scales):
             raise ValueError(f"no kernel for {self}")
+        if WARPGROUPS * self.exchange_bytes > self.places.finer:
+            raise ValueError(f"{self}: outputs would be exchanged where something else still lies")
 
     @property
     def name(self) -> str:
@@ -227,7 +229,7 @@ class Tile:
             queries=take(self.rows * DIM * 2),
             probabilities=take(WARPGROUPS * self.probability_bytes),
             finer=take(WARPGROUPS * self.probability_bytes if self.is_e4m3 else 0),
-            # The rings are empty by then.
+            # The rings are empty by then, and queries and probabilities have been used.
             exchange=keys,
             bounds=take(2 * per_row),
             row_scales=take(per_row),
