@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -124,13 +125,27 @@ def row_of(case: Case) -> dict[str, str]:
 def cell(value: object) -> str:
     """A field's value as a cell has it."""
     if isinstance(value, tuple):
-        # Runs of the same element, so that a batch of equal lengths is short.
-        starts = [i for i, element in enumerate(value) if i == 0 or element != value[i - 1]]
-        runs = zip(starts, [*starts[1:], len(value)], strict=True)
-        return " ".join(f"{(end - i)}x{value[i]}" if end - i > 1 else cell(value[i]) for i, end in runs)
+        # Batches of equal lengths are short.
+        runs = [(element, len(list(run))) for element, run in itertools.groupby(value)]
+        return " ".join(f"{count}x{element}" if count > 1 else cell(element) for element, count in runs)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return next((name for name, dtype in DTYPES.items() if dtype is value), str(value))
+
+
+def takes(op: str, name: str) -> str:
+    """What a column takes, in words."""
+    made, kind = case_class(op), _types(op)[name]
+    accepted = [cell(value) for value in made.ACCEPTED.get(name, ())]
+    several = typing.get_origin(kind) is tuple
+    if kind is bool:
+        return "yes or no"
+    if accepted:
+        return f"{'any' if several else 'one'} of {', '.join(filter(None, accepted))}"
+    if kind is str:
+        return "text"
+    least = f", at least {made.LEAST[name]}" * (name in made.LEAST)
+    return f"{_wanted(_count(kind))}{least}"
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -192,10 +207,19 @@ def _value(kind: Any, accepted: Sequence[Any], text: str) -> Any:
         return _one_of(FLAGS, text.lower())
     if kind is torch.dtype:
         return _one_of({name: dtype for name, dtype in DTYPES.items() if dtype in accepted}, text)
-    element, *more = typing.get_args(kind)
-    if element is str:
+    if typing.get_args(kind)[0] is str:
         return tuple(text.split())
-    return _integers(text, None if more == [...] else 1 + len(more))
+    return _integers(text, _count(kind))
+
+
+def _count(kind: Any) -> int | None:
+    """How many elements a type has, None where there may be any number of them."""
+    elements = typing.get_args(kind) or (kind,)
+    return None if ... in elements else len(elements)
+
+
+def _wanted(count: int | None) -> str:
+    return "whole numbers" if count is None else "a whole number" if count == 1 else f"{count} whole numbers"
 
 
 def _one_of(values: dict[str, Any], text: str) -> Any:
@@ -209,6 +233,5 @@ def _integers(text: str, count: int | None) -> tuple[int, ...]:
     found = [NUMBERS.fullmatch(word) for word in text.split()]
     numbers = tuple(int(m[2]) for m in found if m for _ in range(int(m[1] or 1)))
     if not all(found) or count not in (None, len(numbers)):
-        wanted = "whole numbers" if count is None else "a whole number" if count == 1 else f"{count} whole numbers"
-        raise ValueError(f"expected {wanted}")
+        raise ValueError(f"expected {_wanted(count)}")
     return numbers
