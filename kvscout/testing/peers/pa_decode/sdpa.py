@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from .... import fp8
@@ -64,6 +63,9 @@ def _mask(problem: Problem, lengths: Tensor, longest: int) -> Tensor | None:
     if seen.all():
         return None
     if problem.causal and not problem.window and problem.query_length <= longest and (lengths == longest).all():
+        # This loads torch's compiler, which takes seconds.
+        from torch.nn.attention.bias import causal_lower_right
+
         bias: Tensor = causal_lower_right(problem.query_length, longest)
         return bias
     mask = torch.zeros(seen.shape, dtype=problem.dtype, device=lengths.device)
