@@ -22,8 +22,8 @@ INK, GRID, PAGE = "#1f2328", "#d1d9e0", "#ffffff"
 DARK = {INK: "#e6edf3", GRID: "#30363d", PAGE: "#0d1117"}
 """What takes their place where the reader's browser prefers dark pages."""
 
-OUR_COLOURS = ("#d9480f", "#1971c2", "#2f9e44", "#9c36b5", "#e0a106")
-PEER_COLOURS = ("#868e96", "#0c8599", "#c2255c", "#8d6e63", "#5f3dc4")
+OUR_COLOURS = ("#d9480f", "#1971c2", "#2f9e44", "#9c36b5", "#b8860b")
+PEER_COLOURS = ("#868e96", "#0c8599", "#c2255c", "#8d6e63", "#7048e8")
 """Of a brightness that both pages set off."""
 
 OUR_MARKERS, PEER_MARKERS = "osD^v", "x+1*2"
