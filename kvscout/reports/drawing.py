@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "lines.markersize": 4,
+    "text.parse_math": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "kvscout",
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
@@ -115,9 +116,11 @@ def _draw(panel: Panel, ax: Any, styles: dict[str, dict[str, Any]]) -> None:
         value, label = panel.roof
         (ax.axvline if panel.shapes else ax.axhline)(value, color=INK, linewidth=1, linestyle=":", label=label)
     if panel.log_x:
-        _logarithmic(ax.xaxis, {x for series in panel.series for x, _ in series.points})
+        ax.set_xscale("log")
+        _plain_numbers(ax.xaxis, {x for series in panel.series for x, _ in series.points})
     if panel.log_y:
-        _logarithmic(ax.yaxis)
+        ax.set_yscale("log")
+        _plain_numbers(ax.yaxis)
     else:
         ax.set_ylim(bottom=0)
     if panel.shapes:
@@ -126,11 +129,10 @@ def _draw(panel: Panel, ax: Any, styles: dict[str, dict[str, Any]]) -> None:
         ax.set_yticks(range(len(panel.shapes)), panel.shapes, fontsize=7)
 
 
-def _logarithmic(axis: Any, values: Collection[float] = ()) -> None:
-    """A logarithmic axis with plain numbers at the values, or at round ones where there are many or none."""
+def _plain_numbers(axis: Any, values: Collection[float] = ()) -> None:
+    """Label a logarithmic axis at the values, or at round numbers where there are many or none."""
     from matplotlib import ticker
 
-    axis._set_axes_scale("log")
     axis.set_minor_locator(ticker.NullLocator())
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _number(value)))
     few = 0 < len(values) <= MOST_TICKS

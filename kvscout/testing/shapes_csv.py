@@ -37,7 +37,7 @@ DTYPES = {
 }
 FLAGS = {"yes": True, "no": False, "true": True, "false": False}
 
-NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,19})", re.ASCII)
+NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,18})", re.ASCII)
 """A whole number, and how many times it stands there."""
 
 

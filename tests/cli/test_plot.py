@@ -42,8 +42,9 @@ def test_what_bench_writes_can_be_drawn(run, short_timing, tmp_path, monkeypatch
     assert all(name in rates.read_text() for name in ("17x17 clean", "torch (peer)", "torch_chunked"))
 
 
-def test_nothing_to_draw(run, root, tmp_path):
-    file = root / "benchmarks" / "results" / "h200" / "bench-pa_plan.json"
+def test_nothing_to_draw(run, kept, tmp_path):
+    file = tmp_path / "empty.json"
+    file.write_text(json.dumps(json.loads(kept[0].read_text()) | {"measurements": []}))
     code, out, err = run("plot", str(file), "--output", str(tmp_path / "figures"))
     assert (code, out) == (1, "")
     assert err.startswith("nothing to draw: ")
@@ -78,8 +79,9 @@ def test_bad_usage(run, words, message):
     assert message in err
 
 
-def test_a_file_of_another_command(run, root):
-    code, _, err = run("plot", str(root / "benchmarks" / "results" / "h200" / "verify.json"))
+def test_a_file_of_another_command(run, tmp_path):
+    (tmp_path / "verify.json").write_text('{"outcomes": []}')
+    code, _, err = run("plot", str(tmp_path / "verify.json"))
     assert code == 2
     assert "expected what 'kvscout bench --json' writes, but there are no measurements in it" in err
 

@@ -27,7 +27,10 @@ def timed():
 
 @pytest.fixture
 def result(tmp_path):
-    """``result(cases, measurements)``: the file of such a run on an H200; ``known=False`` leaves out what the cases were."""
+    """``result(cases, measurements)``: the file of such a run on an H200.
+
+    ``known=False`` leaves out what the cases were; further arguments take the place of other parts.
+    """
 
     def write(cases, measurements, name="bench-made.json", known=True, **more):
         rows = {}

@@ -99,6 +99,10 @@ HEADER = "op,rows,keys,heads,clean,lengths,scales,cache,odd,splits,label,page,la
         ("pa_decode,,,,,8,,,strange", "column 'odd': expected one of magnitudes, .*, got strange"),
         ("pa_decode,,,,,8,head,,wild", "column 'odd': expected wild with scales per token alone"),
         ("pa_decode,,,,,99,,,sparse", "column 'num_blocks': expected a pool of 7 or more for sparse rows of 99 tokens"),
+        (
+            "pa_decode,,,,,8,,,,,\x1b[31mred",
+            r"column 'label': expected characters that can be printed, got '.x1b\[31mred'",
+        ),
         ("pa_decode,,,,,8,,,,5", "column 'splits': expected 2 whole numbers, got '5'"),
         ("pa_decode,,,,,8,,,,5 0", "column 'splits': expected at least 1, got 0"),
         ("kv_cache,,,8,,,,,,,,8,,64,,,5", "column 'page': expected one of 16, 32, 64, 128, got 8"),

@@ -131,6 +131,8 @@ class PaDecodeCase:
         checks.integer("lengths: number of sequences", len(self.lengths), 1)
         longest = max(self.lengths)
         checks.integer("lengths", longest, LEAST_LENGTH, api.INT32_MAX)
+        if not self.label.isprintable():
+            raise ValueError(f"label: expected characters that can be printed, got {self.label!r}")
         if self.scales != "none" and DTYPES[self.cache] not in fp8.E4M3:
             raise ValueError(f"scales: expected none with a cache of {self.cache}, got {self.scales}")
         if "wild" in self.odd and not self.scales.startswith("token"):
