@@ -2,7 +2,8 @@
 
 The first line names the columns: ``op``, and fields of the cases of whatever ops the file holds. Each further line is a
 case. A blank cell, and a column that is not there, is the field's default. Lines that begin with ``#`` are comments.
-Several numbers or words in one cell are set apart by spaces; ``32x8192`` is thirty-two times 8192.
+Several numbers or words in one cell are set apart by spaces; ``32x8192`` is thirty-two times 8192, and ``1..64`` every
+number from 1 to 64.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ DTYPES = {
 }
 FLAGS = {"yes": True, "no": False, "true": True, "false": False}
 
-NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,18})", re.ASCII)
-"""A whole number, and how many times it stands there."""
+NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,18})|(\d{1,6})\.\.(\d{1,6})", re.ASCII)
+"""A whole number and how many times it stands there, or the ends of a range."""
+LEAST_RANGE = 3
+"""Numbers that are written as a range."""
 
 
 class ShapesError(ValueError):
@@ -125,12 +128,32 @@ def row_of(case: Case) -> dict[str, str]:
 def cell(value: object) -> str:
     """A field's value as a cell has it."""
     if isinstance(value, tuple):
-        # Batches of equal lengths are short.
-        runs = [(element, len(list(run))) for element, run in itertools.groupby(value)]
-        return " ".join(f"{count}x{element}" if count > 1 else cell(element) for element, count in runs)
+        return " ".join(_runs(value) if value and isinstance(value[0], int) else value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return next((name for name, dtype in DTYPES.items() if dtype is value), str(value))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Numbers as a cell has them: few words for batches of equal and of rising lengths."""
+    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
+    place = 0
+    while place < len(runs):
+        (number, count), rising = runs[place], _rising(runs, place)
+        if rising >= LEAST_RANGE:
+            yield f"{number}..{number + rising - 1}"
+            place += rising
+        else:
+            yield f"{count}x{number}" if count > 1 else str(number)
+            place += 1
+
+
+def _rising(runs: Sequence[tuple[int, int]], place: int) -> int:
+    """How many numbers from a place on stand there once, each one more than the one before; 0 of negative ones."""
+    first, end = runs[place][0], place
+    while first >= 0 and end < len(runs) and runs[end] == (first + end - place, 1):
+        end += 1
+    return end - place
 
 
 def takes(op: str, name: str) -> str:
@@ -212,6 +235,15 @@ def _value(kind: Any, accepted: Sequence[Any], text: str) -> Any:
     return _integers(text, _count(kind))
 
 
+def _numbers(word: str) -> Sequence[int]:
+    """What a word of a cell stands for, nothing where it is no number."""
+    found = NUMBERS.fullmatch(word)
+    if found is None:
+        return ()
+    count, number, low, high = found.groups()
+    return range(int(low), int(high) + 1) if low else (int(number),) * int(count or 1)
+
+
 def _count(kind: Any) -> int | None:
     """How many elements a type has, None where there may be any number of them."""
     elements = typing.get_args(kind) or (kind,)
@@ -229,9 +261,9 @@ def _one_of(values: dict[str, Any], text: str) -> Any:
 
 
 def _integers(text: str, count: int | None) -> tuple[int, ...]:
-    """Whole numbers, ``32x8192`` being thirty-two of them; so many, or any number of them."""
-    found = [NUMBERS.fullmatch(word) for word in text.split()]
-    numbers = tuple(int(m[2]) for m in found if m for _ in range(int(m[1] or 1)))
+    """Whole numbers, so many of them or any number."""
+    found = [_numbers(word) for word in text.split()]
+    numbers = tuple(itertools.chain.from_iterable(found))
     if not all(found) or count not in (None, len(numbers)):
         raise ValueError(f"expected {_wanted(count)}")
     return numbers
