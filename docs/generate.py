@@ -1,7 +1,8 @@
-"""Write the generated parts of README.md and docs/: what there is, read from the package, and what the demo printed.
+"""Write the generated parts of README.md and docs/: what there is, what was measured, and what the demo printed.
 
 ``python docs/generate.py`` writes them, ``--check`` only says which are out of date, ``--demo`` first runs the demo and
-keeps its output. A generated part stands between two marks and is never edited by hand.
+keeps its output. A generated part stands between two marks and is never edited by hand. Figures are files; drawing them
+needs matplotlib, telling which are out of date does not (:mod:`kvscout.reports.drawing`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,17 @@ sys.path.insert(0, str(ROOT))
 
 import kvscout
 from kvscout import env
+from kvscout.cli.bench import PRESETS
 from kvscout.cli.info import collect
 from kvscout.cli.main import commands
+from kvscout.reports import charts, drawing, results, tables
+from kvscout.reports.charts import Chart
+from kvscout.reports.tables import table
+from kvscout.testing import shapes_csv
+from kvscout.testing.case import ops
 
-PAGES = ("README.md", "docs/support-matrix.md")
+PAGES = ("README.md", "docs/performance.md", "docs/shapes-csv.md", "docs/support-matrix.md")
+FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO_OUTPUT = ROOT / "docs" / "demo-output.txt"
 
@@ -36,12 +45,6 @@ RUNS_ON = {
 """What the kernels of a backend are written for."""
 
 MARKED = re.compile(r"(<!-- begin generated: (?P<name>[\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def support_matrix() -> str:
@@ -127,7 +130,57 @@ def demo_output() -> str:
     return f"```text\n{DEMO_OUTPUT.read_text().strip()}\n```\n"
 
 
+def runs() -> list[results.Run]:
+    """Every run of ``bench`` that is kept; those with peers first."""
+    found = [results.read(path) for path in sorted(RESULTS.glob("*/bench-*.json"))]
+    return sorted(found, key=lambda run: not any(m.peer for m in run.measurements))
+
+
+def performance() -> str:
+    """Every run: where it comes from, its figures, its tables."""
+    return "\n".join(part for run in runs() for part in _performance(run))
+
+
+def _performance(run: results.Run) -> Iterator[str]:
+    ops_of_run = ", ".join(f"`{op}`" for op in dict.fromkeys(m.op for m in run.measurements))
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
+    file = run.file.relative_to(ROOT).as_posix()
+    cold = any(m.cold is not None for m in run.measurements)
+    yield (
+        f"## {ops_of_run} on {run.device}: {run.name}\n\n`{run.command}`, {run.date}, at {str(run.commit)[:12]}: "
+        f"[{run.file.name}](../{file}). Medians, {'with a cold L2' if cold else 'with the inputs in the cache'}. "
+        f"{versions}.\n"
+    )
+    yield from (f"{sentence}\n" for sentence in run.missing)
+    for chart in charts.charts(run):
+        yield f"![{chart.title}](figures/{chart.name}.svg)\n\n{chart.caption}. {chart.shows}\n"
+    yield from tables.sections(run, PRESETS)
+
+
+def shapes_columns() -> str:
+    """The columns of each op in a file of shapes."""
+    return "\n".join(f"### `{op}`\n\n{_columns(op)}" for op in ops())
+
+
+def _columns(op: str) -> str:
+    meanings = _attributes(inspect.getdoc(shapes_csv.case_class(op)) or "")
+    rows = []
+    for name, field in shapes_csv.columns(op).items():
+        default = "needed" if field.default is MISSING else f"`{shapes_csv.cell(field.default)}`".replace("``", "blank")
+        rows.append((f"`{name}`", shapes_csv.takes(op, name), default, meanings.get(name, "")))
+    return table(("column", "takes", "default", "meaning"), rows)
+
+
+def _attributes(doc: str) -> dict[str, str]:
+    """What a class's docstring says of its attributes."""
+    section = re.search(r"^Attributes:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
+    lines = re.sub(r"\n {8}", " ", section[1] if section else "")
+    return {name: markdown(text) for name, text in re.findall(r"^    (\w+): (.*)$", lines, re.MULTILINE)}
+
+
 PARTS = {
+    "performance": performance,
+    "shapes-columns": shapes_columns,
     "support-matrix": support_matrix,
     "public-names": public_names,
     "commands": command_table,
@@ -150,8 +203,27 @@ def stale() -> Iterator[tuple[Path, str]]:
             yield page, fresh
 
 
+def stale_figures() -> Iterator[tuple[Path, Chart | None]]:
+    """The figures that are out of date, with what they should show; None for one that no run gives."""
+    wanted = {FIGURES / f"{chart.name}.svg": chart for run in runs() for chart in charts.charts(run)}
+    for file, chart in wanted.items():
+        if not file.exists() or not drawing.is_current(file.read_text(encoding="utf-8"), chart):
+            yield file, chart
+    yield from ((file, None) for file in sorted(FIGURES.glob("*.svg")) if file not in wanted)
+
+
+def draw(figures: Sequence[tuple[Path, Chart | None]]) -> None:
+    """Write figures, and remove those that show nothing."""
+    for file, chart in figures:
+        if chart is None:
+            file.unlink()
+        else:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(drawing.svg(chart), encoding="utf-8")
+
+
 def main() -> int:
-    """Write, or check, every page."""
+    """Write, or check, every page and figure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is out of date")
     parser.add_argument("--demo", action="store_true", help="run the demo first and keep its output")
@@ -161,12 +233,17 @@ def main() -> int:
         if done.returncode:
             return done.returncode
         DEMO_OUTPUT.write_text(done.stdout)
-    pages = list(stale())
-    for page, fresh in pages:
-        print(f"{page.relative_to(ROOT)}: {'out of date; run: make docs' if args.check else 'written'}")
-        if not args.check:
+    pages, figures = list(stale()), list(stale_figures())
+    if not args.check:
+        if any(chart for _, chart in figures) and (sentence := drawing.missing()):
+            print(sentence, file=sys.stderr)
+            return 1
+        draw(figures)
+        for page, fresh in pages:
             page.write_text(fresh)
-    return int(args.check and bool(pages))
+    for file in [*(page for page, _ in pages), *(figure for figure, _ in figures)]:
+        print(f"{file.relative_to(ROOT)}: {'out of date; run: make docs' if args.check else 'written'}")
+    return int(args.check and bool(pages or figures))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import inspect
 import json
 import pkgutil
 import re
+import shutil
 import textwrap
 
 import pytest
@@ -12,8 +13,16 @@ import pytest
 import kvscout
 from kvscout.cli.main import commands, parser
 
-DOCS = ("docs/measured-facts.md", "docs/numerics.md", "docs/porting.md", "docs/support-matrix.md")
+DOCS = (
+    "docs/measured-facts.md",
+    "docs/numerics.md",
+    "docs/performance.md",
+    "docs/porting.md",
+    "docs/shapes-csv.md",
+    "docs/support-matrix.md",
+)
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
+GENERATED = re.compile(r"<!-- begin generated: ([\w-]+) -->")
 FENCED = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 DOCTESTS = """
@@ -48,9 +57,11 @@ class TestGenerated:
     def test_nothing_is_out_of_date(self, generate):
         assert not [f"{page.name} is out of date; run: make docs" for page, _ in generate.stale()]
 
-    def test_every_part_is_in_the_readme_once(self, generate, root):
-        found = re.findall(r"<!-- begin generated: ([\w-]+) -->", (root / "README.md").read_text())
-        assert sorted(found) == sorted(generate.PARTS)
+    def test_every_part_is_on_a_page(self, generate, root):
+        found = {name: re.findall(GENERATED, (root / name).read_text()) for name in generate.PAGES}
+        assert all(found.values())
+        assert len(found["README.md"]) == len(set(found["README.md"]))
+        assert {part for parts in found.values() for part in parts} == set(generate.PARTS)
 
     def test_the_readme_shows_a_whole_run_of_the_demo(self, generate):
         shown = generate.demo_output()
@@ -73,6 +84,76 @@ class TestGenerated:
         names = [path.stem for path in (root / "kvscout" / "ops").glob("*/variants/[!_]*.py")]
         assert names
         assert not [name for name in names if f"| `{name}` |" not in (root / "docs/support-matrix.md").read_text()]
+
+
+class TestFigures:
+    def test_none_is_out_of_date(self, generate):
+        assert not [f"{file.name} is out of date; run: make docs" for file, _ in generate.stale_figures()]
+
+    def test_they_are_there_and_small(self, generate):
+        sizes = {file.name: file.stat().st_size for file in generate.FIGURES.glob("*.svg")}
+        assert sizes
+        assert max(sizes.values()) < 100_000
+
+    def test_what_was_edited_is_gone_or_is_of_nothing_is_out_of_date(self, generate, tmp_path, monkeypatch):
+        copy = tmp_path / "figures"
+        shutil.copytree(generate.FIGURES, copy)
+        monkeypatch.setattr(generate, "FIGURES", copy)
+        assert list(generate.stale_figures()) == []
+        edited, gone, *_ = sorted(copy.glob("*.svg"))
+        edited.write_text(edited.read_text().replace("deepgemm", "ours", 1))
+        gone.unlink()
+        (copy / "old.svg").write_text("<svg/>")
+        found = {file.name: chart and chart.name for file, chart in generate.stale_figures()}
+        assert found == {edited.name: edited.stem, gone.name: gone.stem, "old.svg": None}
+
+    def test_they_are_drawn_anew_and_removed(self, generate, tmp_path):
+        chart = next(chart for run in generate.runs() for chart in generate.charts.charts(run))
+        drawn, old = tmp_path / "figures" / "new.svg", tmp_path / "old.svg"
+        old.touch()
+        generate.draw([(drawn, chart), (old, None)])
+        assert generate.drawing.is_current(drawn.read_text(), chart)
+        assert not old.exists()
+
+    def test_checking_needs_no_matplotlib(self, run_python, root):
+        code = (
+            "import runpy, sys; sys.modules['matplotlib'] = None\n"
+            "sys.argv = ['generate.py', '--check']; runpy.run_path('docs/generate.py', run_name='__main__')"
+        )
+        assert run_python("-c", code, cwd=root).returncode == 0
+
+
+class TestPerformance:
+    def test_every_kept_run_is_on_the_page(self, generate, root):
+        page = (root / "docs/performance.md").read_text()
+        files = sorted((root / "benchmarks/results").glob("*/bench-*.json"))
+        assert files
+        assert all(f"](../{file.relative_to(root).as_posix()})" in page for file in files)
+        assert all(f"](figures/{figure.name})" in page for figure in generate.FIGURES.glob("*.svg"))
+
+
+class TestShapes:
+    def test_every_column_of_every_op_is_listed(self, generate):
+        for op in generate.ops():
+            listed = re.findall(r"^\| `(\w+)` \|", generate._columns(op), re.MULTILINE)
+            assert listed == list(generate.shapes_csv.columns(op))
+
+    @pytest.mark.parametrize("op", ["mqa_logits", "pa_decode"])
+    def test_what_columns_mean_is_said(self, generate, op):
+        rows = [line.split(" | ") for line in generate._columns(op).splitlines()[2:]]
+        assert not [name for name, *_, meaning in rows if not meaning.strip(" |")]
+
+    def test_the_example_and_the_files_to_start_from_can_be_read(self, generate, root, tmp_path):
+        (example,) = fenced((root / "docs/shapes-csv.md").read_text(), "text")
+        (tmp_path / "example.csv").write_text(example)
+        assert [case.op for case in generate.shapes_csv.read(tmp_path / "example.csv")] == [
+            "mqa_logits",
+            "topk",
+            "pa_decode",
+        ]
+        files = list((root / "benchmarks/shapes").glob("*.csv"))
+        assert files
+        assert all(generate.shapes_csv.read(file) for file in files)
 
 
 class TestMeasured:

@@ -53,11 +53,17 @@ def test_a_named_variant_is_compared_with_a_named_baseline(run, tmp_path):
     assert other["hot"]["runs"] >= 5
 
 
-def test_a_wrong_variant_gets_no_figure(run, launch_instead):
+def test_a_wrong_variant_gets_no_figure(run, launch_instead, tmp_path):
     launch_instead("torch_chunked", lambda problem, config, args: args.out.fill_(0.5))
-    code, out, err = run(*ONE)
+    file = tmp_path / "out.json"
+    code, out, err = run(*ONE, "--baseline", "torch_reference", "--json", str(file))
     assert code == 1
+    assert row(out, "torch_reference")[-1] == "1.00x"
     assert row(out, "torch_chunked")[2:] == ["failed", *["-"] * 8]
+    right, wrong = json.loads(file.read_text())["measurements"]
+    assert (right["variant"], wrong["variant"], wrong["status"]) == ("torch_reference", "torch_chunked", FAILED)
+    assert [wrong[name] for name in ("hot", "cold", "tflops", "tbytes_per_s", "roof", "speedup")] == [None] * 6
+    assert right["speedup"] == 1.0
     assert "positions differ" in out.splitlines()[-1]
     assert "FAILED mqa_logits 17x76-h8-d64-causal-clean torch_chunked" in err
 
@@ -74,6 +80,9 @@ def test_a_wrong_variant_gets_no_figure(run, launch_instead):
         (("--against", ""), "--against: expected the names of peers, got ''"),
         (("--against", ","), "--against: expected the names of peers, got ','"),
         (("--model-shapes",), "--model-shapes: these cases are timed on a GPU"),
+        (("--shapes-csv", ""), "--shapes-csv: expected the name of a file, got an empty one"),
+        (("--shapes-csv", "none.csv"), "--shapes-csv: none.csv: No such file or directory"),
+        (("--shapes-csv", "none.csv", "--squares"), "--squares: --shapes-csv says which cases to time"),
     ],
 )
 def test_bad_usage(run, words, message):
@@ -314,3 +323,83 @@ def test_every_preset_is_an_option():
     bench.add_arguments(parser)
     args = parser.parse_args([f"--{name}" for name in bench.PRESETS])
     assert args.presets == list(bench.PRESETS)
+
+
+def test_against_torch(run, tmp_path):
+    """Any op has it, and nothing else is needed: here it is measured for real."""
+    file = tmp_path / "out.json"
+    words = ("--device", "cpu", "--case", "5x7", "--against", "torch", "--json", str(file))
+    code, out, err = run("bench", "mqa_logits", "topk", *words)
+    assert (code, err) == (0, "")
+    assert "torch (torch_chunked)" in out and "torch (torch_packed)" in out
+    found = json.loads(file.read_text())["measurements"]
+    assert {(m["variant"], m["peer"], m["baseline"]) for m in found} == {
+        ("torch", True, True),
+        ("torch_chunked", False, False),
+        ("torch_packed", False, False),
+    }
+    assert all(m["speedup"] > 0 for m in found)
+
+
+SHAPES = """op,rows,keys,heads,dim,lengths,group,page,odd
+mqa_logits,3,70,8,32
+pa_decode,,,,64,37 2x70,3,16,no_lse
+mqa_logits,5,33,16,32
+"""
+
+
+def test_shapes_of_a_file_against_torch_and_sdpa(run, tmp_path):
+    """Times on the CPU, of cases that are built in nowhere, with two peers that are always there."""
+    shapes, file = tmp_path / "shapes.csv", tmp_path / "out.json"
+    shapes.write_text(SHAPES)
+    words = ("--device", "cpu", "--shapes-csv", str(shapes), "--against", "sdpa,torch", "--json", str(file))
+    code, _, err = run("bench", *words)
+    assert (code, err) == (0, "")
+    found = json.loads(file.read_text())
+    assert [(m["case"], m["variant"]) for m in found["measurements"]] == [
+        ("3x70-h8-d32-causal-clean", "torch"),
+        ("3x70-h8-d32-causal-clean", "torch_chunked"),
+        ("5x33-h16-d32-causal-clean", "torch"),
+        ("5x33-h16-d32-causal-clean", "torch_chunked"),
+        ("37+70+70-g3x2-d64-bf16xe4m3-chunked16-no_lse", "sdpa"),
+        ("37+70+70-g3x2-d64-bf16xe4m3-chunked16-no_lse", "torch_reference"),
+        ("37+70+70-g3x2-d64-bf16xe4m3-chunked16-no_lse", "torch"),
+    ]
+    assert all(m["status"] == PASSED and m["speedup"] > 0 for m in found["measurements"])
+    assert found["cases"]["pa_decode"] == {
+        "37+70+70-g3x2-d64-bf16xe4m3-chunked16-no_lse": {
+            "op": "pa_decode",
+            "lengths": "37 2x70",
+            "group": "3",
+            "dim": "64",
+            "odd": "no_lse",
+        }
+    }
+    assert found["versions"]["sdpa"] == found["versions"]["torch"]
+    means = {(mean["op"], mean["variant"]): mean["over"] for mean in found["means"]}
+    assert set(means["pa_decode", "torch_reference"]) == {"sdpa", "torch"}
+
+
+def test_ops_and_case_select_among_the_shapes_of_a_file(run, tmp_path):
+    shapes = tmp_path / "shapes.csv"
+    shapes.write_text(SHAPES)
+    words = ("--device", "cpu", "--shapes-csv", str(shapes))
+    code, out, _ = run("bench", "mqa_logits", *words, "--case", "5x33")
+    assert code == 0
+    assert "5x33" in out and "3x70" not in out and "pa_decode" not in out
+    code, _, err = run("bench", "topk", *words)
+    assert (code, err) == (
+        2,
+        "kvscout bench: OP: none of the given cases is of topk; they are of mqa_logits, pa_decode\n",
+    )
+    code, _, err = run("bench", *words, "--case", "nope")
+    assert code == 2
+    assert "--case: no case of mqa_logits, pa_decode of those that are given has 'nope' in its name" in err
+
+
+def test_a_bad_row_is_refused_before_anything_is_timed(run, tmp_path):
+    shapes = tmp_path / "shapes.csv"
+    shapes.write_text(SHAPES.replace("16,32", "17,32"))
+    code, out, err = run("bench", "--device", "cpu", "--shapes-csv", str(shapes))
+    assert (code, out) == (2, "")
+    assert f"--shapes-csv: {shapes}:4: column 'heads': expected one of 8, 16, 32, 64, 128, got 17\n" in err

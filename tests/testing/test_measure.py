@@ -87,6 +87,37 @@ def test_auto_as_baseline_is_what_a_call_would_get(doubling):
     assert (low.variant, low.baseline, low.status) == ("torch_low", False, PASSED)
 
 
+def test_torch_is_the_best_torch_variant_beside_the_others(doubling):
+    doubling(torch_low=doubling.variant(rank=1), torch_high=doubling.variant(rank=20), other=doubling.variant(rank=90))
+    found = measured(doubling, ("other",), against_torch=True, peers=[peer()], baseline="torch")
+    assert [(m.variant, m.chosen, m.status, m.peer, m.baseline) for m in found] == [
+        ("torch", "torch_high", PASSED, True, True),
+        ("other", "", PASSED, False, False),
+        ("rival", "", PASSED, True, False),
+    ]
+    assert found[0].config == "default"
+
+
+def test_torch_that_is_not_asked_for_is_no_baseline(doubling):
+    doubling(torch_a=doubling.variant())
+    assert [(m.variant, m.baseline) for m in measured(doubling, baseline="torch")] == [("torch_a", False)]
+
+
+def test_torch_refuses_where_no_torch_variant_serves(doubling):
+    picky = doubling.variant(refuses=lambda problem: "wants more")
+    doubling(torch_picky=picky, other=doubling.variant())
+    right, refused = measured(doubling, ("other",), against_torch=True)
+    assert (right.variant, right.status) == ("other", PASSED)
+    assert (refused.variant, refused.status, refused.message) == ("torch", REFUSED, "no torch variant serves it")
+
+
+def test_torch_is_spared_what_is_too_large(doubling):
+    doubling(torch_a=doubling.variant(), other=doubling.variant(rank=90))
+    large = doubling.case(cost=Cost(flops=10**13, bytes=8))
+    found = list(measure_case(large, CPU, ("other",), against_torch=True, wanted=HOT))
+    assert [(m.variant, m.status) for m in found if m.variant != "torch_a"] == [("other", PASSED), ("torch", SKIPPED)]
+
+
 def test_a_baseline_of_another_op_is_left_out(doubling):
     doubling(torch_right=doubling.variant())
     found = measured(doubling, ("torch_right",), peers=[peer()], baseline="elsewhere")

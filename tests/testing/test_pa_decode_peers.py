@@ -1,6 +1,7 @@
 """Peers of ``pa_decode``: what they refuse, and what they hand to their libraries.
 
-The libraries themselves are not here: modules that compute the same in plain torch stand in for them.
+The libraries themselves are not here: modules that compute the same in plain torch stand in for them. torch's own
+attention is here, and is what it is.
 """
 
 import sys
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from kvscout import paging
 from kvscout.ops.pa_decode.variants.torch_reference import reference
@@ -16,11 +18,12 @@ from kvscout.testing import peers
 from kvscout.testing.case import BENCH, cases
 from kvscout.testing.cases.pa_decode import PaDecodeCase
 from kvscout.testing.peers import pa_decode
-from kvscout.testing.peers.pa_decode import ROUNDED_PARTS, SINGLE_E4M3
+from kvscout.testing.peers.pa_decode import ROUNDED_PARTS, SINGLE_E4M3, sdpa
 
 CPU = torch.device("cpu")
 FN = torch.float8_e4m3fn
 NAMES = ("fa3", "flashinfer", "xqa")
+"""Other libraries' kernels."""
 
 
 def case(*lengths, **options):
@@ -51,7 +54,7 @@ def rounded(x):
 
 
 def test_the_folder():
-    assert peers.names("pa_decode") == NAMES
+    assert peers.names("pa_decode") == ("fa3", "flashinfer", "sdpa", "xqa")
 
 
 def test_finding_peers_imports_no_library(run_python):
@@ -345,3 +348,58 @@ def test_fa3(fa3, of_case):
     assert found.message == ""
     assert peers.load("pa_decode", "fa3").unavailable("sm_90") is None
     assert (found.max_rel > 1e-2) == (of_case.cache == "e4m3")
+
+
+@pytest.mark.parametrize(
+    ("of_case", "mask"),
+    [
+        (case(), "tensor"),
+        (case(64, 64, 64, page=64), None),
+        (case(64, 64, cache="bf16", odd=("no_lse", "strided"), layout="nhd"), None),
+        (case(37, 37, query_length=3, layout="hnd"), "causal"),
+        (case(5, 5, query_length=8, page=64), "tensor"),
+        (case(37, 0, 64, query_length=2, causal=False, window=5, cache="fp16", dtype="fp16"), "tensor"),
+        (case(64, 5, window=9, layout="plain_v", scales="factor"), "tensor"),
+        (case(37, 5, scales="head", group=1), "tensor"),
+        (case(64, scales="scalar", dim=192), None),
+    ],
+    ids=str,
+)
+def test_sdpa(of_case, mask, monkeypatch):
+    """The right result, and no mask where none is needed: that decides which of torch's kernels can run."""
+    given = []
+    right = sdpa.scaled_dot_product_attention
+    monkeypatch.setattr(
+        sdpa, "scaled_dot_product_attention", lambda *args, **more: given.append(args[3]) or right(*args, **more)
+    )
+    assert verified("sdpa", of_case).message == ""
+    assert peers.load("pa_decode", "sdpa").unavailable("cpu") is None
+    kinds = {type(None): None, CausalBias: "causal", torch.Tensor: "tensor"}
+    assert {kinds[type(found)] for found in given} == {mask}
+
+
+def test_sdpa_copies_pages_at_every_launch():
+    """What a user without a kernel for pages would have to do, and what its time is mostly made of."""
+    of_case, peer = case(37, cache="bf16"), peers.load("pa_decode", "sdpa")
+    prepared = of_case.prepare(CPU)
+    launch = peer.prepare(prepared)
+    keys, values = (launch.__closure__[launch.__code__.co_freevars.index("given")].cell_contents[i] for i in (1, 2))
+    before = launch()
+    keys.zero_(), values.zero_()
+    assert before.any()
+    assert not launch().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"sinks": "plain"}, "takes no sinks"), ({"scales": "token"}, "no scale per token"), ({"odd": ()}, "without lse")],
+)
+def test_sdpa_refuses(options, words):
+    assert words in peers.load("pa_decode", "sdpa").refuses(problem(**options))
+
+
+def test_sdpa_serves_every_bench_case_by_the_cases_own_bound():
+    for of_case in cases("pa_decode", [BENCH]):
+        asked, peer = replace(of_case, lengths=(3,)).prepare(CPU).problem, peers.load("pa_decode", "sdpa")
+        assert (peer.refuses(asked), peer.tolerance(asked)) == (None, None)
+    assert peer.tolerance(problem(scales="head")) == ROUNDED_PARTS

@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ... import fp8, paging
+from ... import checks, fp8, paging
 from ...ops.pa_decode import api
 from ...ops.pa_decode.cost import cost
 from ...ops.pa_decode.variants.torch_reference import reference, visible
 from ...ops.pa_plan.api import plan_pa_decode
 from ...roofline import Cost
 from .. import paged_inputs
-from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
+from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import Budget, Comparison, bits, close, equal
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": fp8.FN, "fnuz": fp8.FNUZ}
@@ -60,16 +60,29 @@ CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 24}
 
 DEFAULT_SPLITS = (132, 132)
 
+LEAST_LENGTH = -(2**31)
+"""Negative lengths are empty sequences."""
+
 
 @dataclass(frozen=True)
 class PaDecodeCase:
     """One batch, its caches, and what is odd about them.
 
     Attributes:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence; one that is not positive is empty.
+        group: query heads per KV head.
+        kv_heads: KV heads.
+        dim: head dimension D.
+        page: tokens per page.
+        layout: of the caches (:mod:`kvscout.paging`).
+        cache: what keys and values are stored as.
+        dtype: of queries and outputs.
+        query_length: query tokens per sequence.
         scales: "none", "factor" (a number), "scalar", "head" or "token"; "token+head" is for keys and for values.
         sinks: "" (none), "ends" (:data:`SINKS`), "plain" (random, in the query's dtype).
-        splits: (max_partitions, workgroup_budget).
+        window: tokens that a query sees, its own included; 0 and -1 are all.
+        causal: whether a query sees no token after its own.
+        splits: the plan's max_partitions and workgroup_budget.
         odd: any of "magnitudes" (of tokens, by their scales if they have some), "shared" (prefix pages), "strided"
             (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "tiny"
             and "huge" (queries, made up for by softmax_scale), "wild" (per-token scales of 1e9 before the window),
@@ -99,6 +112,44 @@ class PaDecodeCase:
     label: str = ""
     level: str = VERIFY
     op: str = "pa_decode"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "dim": api.HEAD_DIMS,
+        "page": paging.PAGE_SIZES,
+        "layout": paging.LAYOUTS,
+        "cache": tuple(DTYPES),
+        "dtype": ("bf16", "fp16"),
+        "scales": ("none", "factor", "scalar", "head", "token", "token+head"),
+        "sinks": ("", "ends", "plain"),
+        "odd": (
+            "magnitudes", "shared", "strided", "misaligned", "large", "tiny", "huge", "wild", "sparse", "no_lse",
+            "peaked",
+        ),
+    }  # fmt: skip
+    LEAST: ClassVar[Mapping[str, int]] = {
+        **dict.fromkeys(("group", "kv_heads", "query_length", "splits"), 1),
+        "lengths": LEAST_LENGTH,
+        "window": -1,
+        "num_blocks": 0,
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.integer("group", self.group, 1, api.MAX_GROUP)
+        checks.integer("lengths: number of sequences", len(self.lengths), 1)
+        longest = max(self.lengths)
+        checks.integer("lengths", longest, LEAST_LENGTH, api.INT32_MAX)
+        if not self.label.isprintable():
+            raise ValueError(f"label: expected characters that can be printed, got {self.label!r}")
+        if self.scales != "none" and DTYPES[self.cache] not in fp8.E4M3:
+            raise ValueError(f"scales: expected none with a cache of {self.cache}, got {self.scales}")
+        if "wild" in self.odd and not self.scales.startswith("token"):
+            raise ValueError(f"odd: expected wild with scales per token alone, got scales {self.scales}")
+        if "sparse" in self.odd and self.num_blocks * self.page < longest:
+            raise ValueError(
+                f"num_blocks: expected a pool of {-(-longest // self.page)} or more for sparse rows of {longest} "
+                f"tokens, got {self.num_blocks}"
+            )
 
     @property
     def name(self) -> str:
@@ -382,7 +433,7 @@ EDGES = (0, 1, 2, 3, 4, *range(255, 260), *range(511, 516), *range(2303, 2308), 
 WINDOWS = (1, 255, 256, 257, 509, 1024, 4095, 4096, 6000, 8192, 8193, 2**31 - 1, 2**31, 2**40, -1)
 LAYOUTS = ("chunked", "plain_v", "nhd", "hnd")
 PAGES = (16, 32, 64, 128)
-SCALES = ("none", "factor", "scalar", "head", "token", "token+head")
+SCALES = PaDecodeCase.ACCEPTED["scales"]
 GQA_GROUPS = (1, 4, 7, 8, *range(9, 18), 32, 64)
 SPLITS = ((1, 5), (2, 33), (3, 64), (4, 512), (8, 264), (16, 264), (64, 512), (256, 512))
 

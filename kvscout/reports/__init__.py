@@ -1,0 +1,1 @@
+"""What is made of the files that ``kvscout bench --json`` writes: figures and tables, each of one run."""
