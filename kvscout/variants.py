@@ -158,6 +158,8 @@ class Family:
             if missing.name is None or missing.name.partition(".")[0] == __package__.partition(".")[0]:
                 raise
             return f"needs the Python package {missing.name!r}, which is not installed"
+        if name.startswith("triton_") and not env.triton_interpret():
+            importlib.import_module(".kernels.triton_store", __package__).install()
         summary = (module.__doc__ or "").strip().partition("\n")[0]
         variant: Variant = module.VARIANT
         return replace(variant, name=name, summary=summary)

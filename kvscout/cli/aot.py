@@ -1,30 +1,42 @@
-"""Compile the CuTe DSL kernels ahead of time, for machines that cannot.
+"""Compile kernels ahead of time, for machines that cannot, or shall not wait.
 
-Neither a GPU nor CUDA is needed. The folder, copied to a machine with GPUs and named there by KVSCOUT_CACHE_DIR, serves
-every kernel to processes that have the package apache-tvm-ffi: no CuTe DSL, no C compiler, nothing compiled at a first
-call. It fits this version of kvscout alone. Kernels that the folder already has are kept; runs at the same time share
-the work.
+Without --model and --shapes: every CuTe DSL kernel that a call can ask for. With them: just the kernels that the calls
+of these models ask for on the GPUs of --archs, CuTe DSL's and Triton's, found out by making the calls on tensors
+without memory. Neither a GPU nor CUDA is needed. The folder, copied to a machine with GPUs and named there by
+KVSCOUT_CACHE_DIR, serves CuTe DSL kernels to processes that have the package apache-tvm-ffi: no CuTe DSL, no C
+compiler, nothing compiled at a first call; and Triton kernels to processes that have the same version of Triton, which
+still builds its launchers with a C compiler. It fits this version of kvscout alone. Kernels that the folder already has
+are kept; runs at the same time share the work.
 Exit code: 0 all there, 1 something failed, 2 bad usage, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
 import os
+import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .. import env
+from .. import device, env
+from ..aot import models
 from ..kernels.cute import store, toolchain
 from ..kernels.cute.program import Program
 from ..testing.case import family, ops
 from . import arguments, console, workers
 from .arguments import UsageError
+
+if TYPE_CHECKING:
+    from ..aot.replay import Asked
+    from ..kernels.triton_store import Kernel as TritonKernel
 
 NOT_REACHED = "not reached"
 
@@ -32,12 +44,16 @@ MOST_JOBS = 8
 """Processes at a time unless told otherwise: each takes a core and about a gigabyte."""
 
 
+GFX1250_NEEDS = (3, 9)
+"""The first version of Triton whose kernels for gfx1250 were looked at and do not spill their registers."""
+
+
 class Kernel(NamedTuple):
-    """A program, and who asks for it."""
+    """A program of CuTe DSL, or a kernel of Triton, and who asks for it."""
 
     op: str
     variant: str
-    program: Program
+    program: Program | TritonKernel
 
 
 class Built(NamedTuple):
@@ -66,25 +82,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list", action="store_true", help="only say which kernels there are, and which the folder has"
     )
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        choices=sorted(models.MODELS),
+        help="a model whose calls are to find their kernels there; may be repeated",
+    )
+    parser.add_argument(
+        "--shapes",
+        action="append",
+        default=[],
+        metavar="FILE",
+        type=arguments.file_name,
+        help="a JSON file of such models (see kvscout/aot/models.py); may be repeated",
+    )
+    parser.add_argument(
+        "--archs",
+        metavar="ARCH,...",
+        help=f"GPUs that the models run on: {', '.join(device.NUM_SMS)}, or any other with its number of "
+        "multiprocessors (AMD: compute units), as in sm_90:114 (default: sm_90)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile what is missing, print a table."""
-    kernels = select([*args.ops, *args.op])
+    replays = bool(args.model or args.shapes)
+    if replays and (args.ops or args.op):
+        raise UsageError("OP: goes without --model and --shapes, which say what is compiled")
+    if args.archs is not None and not replays:
+        raise UsageError("--archs: goes with --model or --shapes; CuTe DSL kernels are for sm_90a alone")
     folder = env.cache_dir() if args.output is None else args.output.absolute()
     blamed = env.cache_variable() if args.output is None else "--output"
     if os.path.exists(folder) and not folder.is_dir():
         raise UsageError(f"{blamed}: {str(folder)!r} is not a folder")
+    refused: list[str] = []
+    if replays:
+        kernels = replayed(_models(args.model, args.shapes), _gpus(args.archs or "sm_90"), args.jobs, refused)
+    else:
+        kernels = select([*args.ops, *args.op])
     if args.list:
         rows = [(k.op, k.variant, k.program.name, _versions(folder, k.program)) for k in kernels]
-        console.table(f"kernels in {folder}", ("op", "variant", "kernel", "compiled by CuTe DSL"), rows)
-        return 0
-    if reason := toolchain.cannot_compile():
+        console.table(f"kernels in {folder}", ("op", "variant", "kernel", "compiled by"), rows)
+        return int(bool(refused))
+    if not replays and (reason := toolchain.cannot_compile()):
         return _without_compiler(kernels, folder, reason)
     missing = [kernel.program for kernel in kernels if not store.is_whole(_file(folder, kernel.program))]
     if missing:
         _check_writable(folder, missing, blamed)
-    built: dict[Program, Built] = {}
+    built: dict[Program | TritonKernel, Built] = {}
     interrupted = False
     try:
         _build(missing, folder, args.jobs, built)
@@ -94,12 +140,115 @@ def run(args: argparse.Namespace) -> int:
     if interrupted:
         console.error(f"interrupted; {not_reached} of {len(missing)} kernels were not reached")
         return 130
-    return int(any(result.error is not None for result in built.values()))
+    return int(bool(refused) or any(result.error is not None for result in built.values()))
+
+
+def _models(names: Sequence[str], files: Sequence[Path]) -> dict[str, models.Model]:
+    found = {name: models.MODELS[name] for name in names}
+    try:
+        for file in files:
+            found |= {f"{file}: {name}": model for name, model in models.read(file).items()}
+    except models.WrongModel as error:
+        raise UsageError(f"--shapes: {error}") from error
+    return found
+
+
+def _gpus(archs: str) -> dict[str, int | None]:
+    """The multiprocessors of each GPU that ``--archs`` names, None where nobody has said; sm_90a is sm_90.
+
+    Raises:
+        UsageError: a name or a number cannot be read.
+    """
+    found: dict[str, int | None] = {}
+    for word in archs.split(","):
+        parts = re.fullmatch(
+            r"(sm_\d{2,3}(?=a?(?::|$))|gfx[0-9a-f]{3,4})a?(?::([1-9]\d{0,3}))?", word.strip(), re.ASCII
+        )
+        if parts is None:
+            raise UsageError(
+                "--archs: expected architectures like sm_90a, gfx942 or gfx942:80, separated by commas, "
+                f"got {word.strip()!r}"
+            )
+        arch, number = parts.groups()
+        found[arch] = int(number) if number else device.NUM_SMS.get(arch)
+    return found
+
+
+def replayed(
+    wanted: Mapping[str, models.Model], gpus: Mapping[str, int | None], jobs: int, refused: list[str]
+) -> list[Kernel]:
+    """What the calls of these models ask for on these GPUs; ``refused`` collects those that nothing is compiled for.
+
+    Raises:
+        UsageError: there is no Triton to ask, or it interprets its kernels, or a model's call is not legal.
+        UnsupportedProblem: no variant serves a call.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("--model, --shapes: need the Python package 'triton', which is not installed")
+    if env.triton_interpret():
+        raise UsageError("TRITON_INTERPRET: is set, so that Triton compiles nothing")
+    served = []
+    for arch, num_sms in gpus.items():
+        reason = _cannot_serve(arch)
+        if reason is None and num_sms is None:
+            reason = f"which kernels are asked for depends on its number of multiprocessors N; name it as {arch}:N"
+        if reason is not None or num_sms is None:
+            console.error(f"{arch}: {reason}")
+            refused.append(arch)
+        else:
+            served.append(device.StandIn(arch, num_sms))
+    kernels: list[Kernel] = []
+    with console.Progress(len(served), "aot: calls") as progress:
+        for gpu, asked in _replays(wanted, served, jobs):
+            kernels += _asked(asked)
+            progress.show(gpu.arch)
+            progress.advance()
+    return kernels
+
+
+def _cannot_serve(arch: str) -> str | None:
+    version = importlib.metadata.version("triton")
+    if arch == "gfx1250" and tuple(map(int, version.split(".")[:2])) < GFX1250_NEEDS:
+        needed = ".".join(map(str, GFX1250_NEEDS))
+        return f"needs Triton {needed} or newer, whose kernels fit its registers; {version} is installed"
+    return None
+
+
+def _replays(
+    wanted: Mapping[str, models.Model], gpus: Sequence[device.StandIn], jobs: int
+) -> Iterator[tuple[device.StandIn, Asked]]:
+    """Each GPU's in a process of its own, in the order of the GPUs."""
+    for start in range(0, len(gpus), jobs):
+        with contextlib.ExitStack() as pools:
+            futures = [
+                (gpu, pools.enter_context(workers.pool(1)).submit(_replay, dict(wanted), gpu))
+                for gpu in gpus[start : start + jobs]
+            ]
+            for gpu, future in futures:
+                try:
+                    yield gpu, future.result()
+                except models.WrongModel as error:
+                    raise UsageError(f"--model, --shapes: {error}") from error
+
+
+def _replay(wanted: Mapping[str, models.Model], gpu: device.StandIn) -> Asked:
+    from ..aot.replay import kernels_of
+
+    return kernels_of(wanted, gpu)
+
+
+def _asked(asked: Asked) -> list[Kernel]:
+    of_program = {k.program: k for k in _all_programs()} if asked.programs else {}
+    kernels = [of_program[program] for program in asked.programs]
+    for kernel in asked.kernels:
+        _, _, op, *rest = kernel.module.split(".")
+        kernels.append(Kernel(op, rest[-1] if rest[0] == "variants" else "-", kernel))
+    return kernels
 
 
 def _without_compiler(kernels: Sequence[Kernel], folder: Path, reason: str) -> int:
     """Where nothing can be compiled, a folder that has every kernel will do, compiled by whichever version."""
-    missing = [kernel.program.name for kernel in kernels if not store.files(folder, kernel.program)]
+    missing = [k.program.name for k in kernels if isinstance(k.program, Program) and not store.files(folder, k.program)]
     if not missing:
         console.out(f"all {len(kernels)} kernels are in {folder}")
         return 0
@@ -109,7 +258,7 @@ def _without_compiler(kernels: Sequence[Kernel], folder: Path, reason: str) -> i
     return 1
 
 
-def _check_writable(folder: Path, programs: Sequence[Program], blamed: str) -> None:
+def _check_writable(folder: Path, programs: Sequence[Program | TritonKernel], blamed: str) -> None:
     """Make the folder, and try whether files can be written where these go.
 
     Raises:
@@ -120,7 +269,7 @@ def _check_writable(folder: Path, programs: Sequence[Program], blamed: str) -> N
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{blamed}: cannot make the folder {str(folder)!r}: {reason}") from error
-    for place in sorted({_nearest(store.folder(folder, program)) for program in programs}):
+    for place in sorted({_nearest(_file(folder, program).parent) for program in programs}):
         try:
             with tempfile.TemporaryFile(dir=place):
                 pass
@@ -143,15 +292,20 @@ def select(names: Sequence[str]) -> list[Kernel]:
     for name in names:
         if name not in known:
             raise UsageError(f"OP: there is no op {name!r}; there are {', '.join(known)}")
+    found = _all_programs(names)
+    if not found:
+        raise UsageError(f"OP: no variant of {', '.join(names or known)} has kernels that are compiled ahead of time")
+    return found
+
+
+def _all_programs(names: Sequence[str] = ()) -> list[Kernel]:
     found: dict[Program, Kernel] = {}
-    for op in known:
+    for op in ops():
         if names and op not in names:
             continue
         for variant in family(op).names:
             for program in _programs(op, variant):
                 found.setdefault(program, Kernel(op, variant, program))
-    if not found:
-        raise UsageError(f"OP: no variant of {', '.join(names or known)} has kernels that are compiled ahead of time")
     return list(found.values())
 
 
@@ -162,17 +316,26 @@ def _programs(op: str, variant: str) -> list[Program]:
     return [] if loaded is None or loaded.programs is None else list(loaded.programs())
 
 
-def _file(folder: Path, program: Program) -> Path:
-    return store.file(folder, program, toolchain.DSL_VERSION)
+def _file(folder: Path, program: Program | TritonKernel) -> Path:
+    return store.file(folder, program, toolchain.DSL_VERSION) if isinstance(program, Program) else program.file(folder)
 
 
-def _versions(folder: Path, program: Program) -> str | None:
+def _versions(folder: Path, program: Program | TritonKernel) -> str | None:
+    if not isinstance(program, Program):
+        path = program.file(folder)
+        there = f"Triton {importlib.metadata.version('triton')}"
+        return there if store.is_whole(path) else f"{there} (damaged)" if path.exists() else None
     found = [path.stem.removeprefix("cute-") for path in store.files(folder, program)]
     found += [f"{path.stem.removeprefix('cute-')} (damaged)" for path in store.damaged(folder, program)]
     return ", ".join(found) or None
 
 
-def _build(programs: Sequence[Program], folder: Path, jobs: int, built: dict[Program, Built]) -> None:
+def _build(
+    programs: Sequence[Program | TritonKernel],
+    folder: Path,
+    jobs: int,
+    built: dict[Program | TritonKernel, Built],
+) -> None:
     """Compile programs; results are added as they come, so that an interrupted run keeps them."""
     with console.Progress(len(programs), "aot") as progress:
         for program, result in _results(programs, folder, jobs):
@@ -183,7 +346,9 @@ def _build(programs: Sequence[Program], folder: Path, jobs: int, built: dict[Pro
             progress.advance()
 
 
-def _results(programs: Sequence[Program], folder: Path, jobs: int) -> Iterator[tuple[Program, Built]]:
+def _results(
+    programs: Sequence[Program | TritonKernel], folder: Path, jobs: int
+) -> Iterator[tuple[Program | TritonKernel, Built]]:
     if not programs:
         return
     with workers.pool(min(jobs, len(programs))) as pool:
@@ -196,24 +361,34 @@ def _results(programs: Sequence[Program], folder: Path, jobs: int) -> Iterator[t
             yield futures[future], result
 
 
-def _compile(program: Program, path: Path) -> Built:
+def _compile(program: Program | TritonKernel, path: Path) -> Built:
     started = time.monotonic()
     try:
         with store.locked(path.parent):
             # Another run may have made it meanwhile.
             if store.is_whole(path):
                 return Built(time.monotonic() - started, kept=True)
-            from ..kernels.cute.compiler import compile_to
+            if isinstance(program, Program):
+                from ..kernels.cute.compiler import compile_to
 
-            compile_to(program, path)
-    # Whatever CuTe DSL raises for one kernel, the others are compiled.
+                compile_to(program, path)
+            else:
+                from ..kernels import triton_store
+
+                triton_store.compile_to(program, path)
+    # Whatever a compiler raises for one kernel, the others are compiled.
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         return Built(time.monotonic() - started, "\n".join([f"{type(error).__name__}: {error}", *notes]))
     return Built(time.monotonic() - started)
 
 
-def _summarise(kernels: Sequence[Kernel], folder: Path, missing: Sequence[Program], built: dict[Program, Built]) -> int:
+def _summarise(
+    kernels: Sequence[Kernel],
+    folder: Path,
+    missing: Sequence[Program | TritonKernel],
+    built: dict[Program | TritonKernel, Built],
+) -> int:
     """Print what became of each kernel; return how many of the missing ones were not reached."""
     rows, states = [], []
     for op, variant, program in kernels:

@@ -1,0 +1,186 @@
+"""Which kernels the calls of a model ask for on a GPU that is not here: the public functions, called without memory.
+
+Everything from the checks to the launch is what a real call goes through. Only tensors have no memory (torch's "meta"
+device, which stands for the GPU), and what asks for a kernel is noted instead of served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+
+import kvscout
+
+from .. import fp8, paging, selection
+from ..device import StandIn, stand_in
+from ..kernels.cute import runtime
+from ..kernels.cute.program import Program
+from ..kernels.triton_store import AbsentGpu, Kernel, Launch, target_of
+from .models import Attend, Model, Score, Select, WrongModel
+
+NUMBER = 0.5
+"""A scale: which one makes no difference to kernels."""
+
+
+class Asked(NamedTuple):
+    """What calls ask for, each once, in the order that it was first asked for in."""
+
+    programs: list[Program]
+    kernels: list[Kernel]
+
+
+def kernels_of(models: Mapping[str, Model], gpu: StandIn) -> Asked:
+    """What every call of these models asks for on this GPU.
+
+    For a process that does nothing else, and in which Triton does not interpret its kernels.
+
+    Raises:
+        WrongModel: a call is not legal; the message names the model, and the argument as the function does.
+        UnsupportedProblem: no variant serves a call.
+    """
+    with stand_in(gpu), runtime.recording() as programs, _recording_triton(gpu.arch) as kernels:
+        for name, model in models.items():
+            try:
+                call(model, gpu.arch)
+            except (TypeError, ValueError) as error:
+                raise WrongModel(f"{name}: {error}") from error
+        return Asked(list(programs), list(kernels.values()))
+
+
+@contextlib.contextmanager
+def _recording_triton(arch: str) -> Iterator[dict[str, Kernel]]:
+    """Within the context launches are noted by their keys; Triton neither compiles nor runs anything."""
+    noted: dict[str, Kernel] = {}
+
+    def note(**launch: Any) -> bool:
+        kernel = Launch(launch).kernel
+        noted.setdefault(kernel.key, kernel)
+        return True
+
+    active = driver._active
+    with knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        driver.set_active(AbsentGpu(target_of(arch)))
+        try:
+            yield noted
+        finally:
+            driver._active = active
+
+
+def call(model: Model, arch: str, device: str = "meta") -> None:
+    """Every call of a model, on tensors that are not initialised."""
+    e4m3 = fp8.FNUZ if arch == "gfx942" else fp8.FN
+    if model.score is not None:
+        _score(model.score, e4m3, device)
+    if model.select is not None:
+        _select(model.select, device)
+    if model.attend is not None:
+        _write(model.attend, e4m3, device)
+        _attend(model.attend, model.select, e4m3, device)
+
+
+def _score(score: Score, e4m3: torch.dtype, device: str) -> None:
+    for rows, keys, clean, with_scale in itertools.product(score.rows, score.keys, score.clean_logits, score.q_scale):
+        q = torch.empty(rows, score.heads, score.head_dim, dtype=e4m3, device=device)
+        k = torch.empty(keys, score.head_dim, dtype=e4m3, device=device)
+        k_scale = torch.empty(keys, device=device)
+        weights = torch.empty(rows, score.heads, device=device)
+        window = _int32(device, rows), _int32(device, rows)
+        q_scale = torch.empty_like(weights) if with_scale else None
+        kvscout.fp8_mqa_logits(q, (k, k_scale), weights, *window, clean, q_scale=q_scale)
+
+
+def _select(select: Select, device: str) -> None:
+    for rows, keys, is_sorted in itertools.product(select.rows, select.keys, select.sorted):
+        logits = torch.empty(rows, keys, device=device)
+        starts, ends = _int32(device, rows), _int32(device, rows)
+        kvscout.topk_indices(logits, select.k, starts=starts, ends=ends, sorted=is_sorted)
+
+
+class _Caches(NamedTuple):
+    """A cache of keys, one of values, and what scales both."""
+
+    layout: str
+    page: int
+    keys: Tensor
+    values: Tensor
+    scale: Tensor | float | None
+
+
+def _caches(attend: Attend, e4m3: torch.dtype, device: str) -> Iterator[_Caches]:
+    for layout, page, kind, pool in itertools.product(attend.layouts, attend.pages, attend.caches, attend.pool):
+        if kind not in ("e4m3", attend.dtype):
+            continue
+        dtype = e4m3 if kind == "e4m3" else getattr(torch, kind)
+        keys, values = paging.new_caches(layout, pool, attend.kv_heads, page, attend.head_dim, dtype, device)
+        for scales in attend.scales if kind == "e4m3" else ("none",):
+            yield _Caches(layout, page, keys, values, _scale(scales, attend.kv_heads, pool, page, device))
+
+
+def _scale(kind: str, kv_heads: int, pool: int, page: int, device: str) -> Tensor | float | None:
+    if kind == "none":
+        return None
+    if kind == "number":
+        return NUMBER
+    shapes: dict[str, Sequence[int]] = {"tensor": (1,), "head": (kv_heads,), "token": (pool, kv_heads, page)}
+    return torch.empty(*shapes[kind], device=device)
+
+
+def _write(attend: Attend, e4m3: torch.dtype, device: str) -> None:
+    for caches, tokens in itertools.product(_caches(attend, e4m3, device), attend.written_tokens):
+        shape = (tokens, attend.kv_heads, attend.head_dim)
+        k, v = (torch.empty(shape, dtype=getattr(torch, attend.dtype), device=device) for _ in "kv")
+        slots = torch.empty(tokens, dtype=getattr(torch, attend.slot_dtype), device=device)
+        kvscout.write_kv_cache(
+            k, v, caches.keys, caches.values, slots,
+            k_scale=caches.scale, v_scale=caches.scale, kv_layout=caches.layout,
+        )  # fmt: skip
+
+
+def _attend(attend: Attend, select: Select | None, e4m3: torch.dtype, device: str) -> None:
+    sizes = itertools.product(attend.batches, attend.query_lengths, attend.max_blocks)
+    for caches, (batch, query_length, blocks) in itertools.product(_caches(attend, e4m3, device), sizes):
+        lengths, tables = _int32(device, batch), _int32(device, batch, blocks)
+        _decode(attend, caches, lengths, tables, query_length)
+        if select is None:
+            continue
+        selected = _int32(device, batch * query_length, select.k)
+        if select.block_size == 1:
+            found = selection.gather_tokens(
+                selected, caches.keys, caches.values, attend.kv_heads, tables, lengths,
+                key_scale=caches.scale, value_scale=caches.scale, kv_layout=caches.layout,
+            )  # fmt: skip
+            copies = caches._replace(keys=found.key_cache, values=found.value_cache, scale=found.key_scale)
+            _decode(attend, copies, found.context_lengths, found.block_tables, 1)
+        else:
+            pages = selection.tables_of_blocks(selected, tables, lengths, select.block_size, caches.page)
+            _decode(attend, caches, pages.context_lengths, pages.block_tables, 1)
+
+
+def _decode(attend: Attend, caches: _Caches, lengths: Tensor, tables: Tensor, query_length: int) -> None:
+    plan = kvscout.plan_pa_decode(
+        lengths, attend.kv_heads, max_partitions=attend.max_partitions, workgroup_budget=attend.workgroup_budget,
+        sliding_window=attend.sliding_window, query_length=query_length, batch_invariant=attend.batch_invariant,
+    )  # fmt: skip
+    shape = (lengths.shape[0] * query_length, attend.query_heads, attend.head_dim)
+    query = torch.empty(shape, dtype=getattr(torch, attend.dtype), device=lengths.device)
+    sinks = torch.empty(attend.query_heads, device=lengths.device) if attend.sinks else None
+    for with_lse, most in itertools.product(attend.lse, attend.max_context_length):
+        kvscout.pa_decode(
+            torch.empty_like(query), query, caches.keys, caches.values, lengths, tables, NUMBER, query_length,
+            work_plan=plan, key_scale=caches.scale, value_scale=caches.scale, sinks=sinks,
+            sliding_window=attend.sliding_window, causal=attend.causal,
+            lse=torch.empty(shape[:2], device=lengths.device) if with_lse else None,
+            max_context_length=most, kv_layout=caches.layout,
+        )  # fmt: skip
+
+
+def _int32(device: str, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=device)
