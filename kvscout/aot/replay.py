@@ -29,15 +29,8 @@ NUMBER = 0.5
 """A scale: which one makes no difference to kernels."""
 
 
-class Asked(NamedTuple):
-    """What calls ask for, each once, in the order that it was first asked for in."""
-
-    programs: list[Program]
-    kernels: list[Kernel]
-
-
-def kernels_of(models: Mapping[str, Model], gpu: StandIn) -> Asked:
-    """What every call of these models asks for on this GPU.
+def kernels_of(models: Mapping[str, Model], gpu: StandIn) -> list[Program | Kernel]:
+    """What every call of these models asks for on this GPU: each once, CuTe DSL's, then Triton's.
 
     For a process that does nothing else, and in which Triton does not interpret its kernels.
 
@@ -51,7 +44,7 @@ def kernels_of(models: Mapping[str, Model], gpu: StandIn) -> Asked:
                 call(model, gpu.arch)
             except (TypeError, ValueError) as error:
                 raise WrongModel(f"{name}: {error}") from error
-        return Asked(list(programs), list(kernels.values()))
+        return [*programs, *kernels.values()]
 
 
 @contextlib.contextmanager

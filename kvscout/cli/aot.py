@@ -13,14 +13,11 @@ Exit code: 0 all there, 1 something failed, 2 bad usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
-import importlib.util
 import os
-import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -29,23 +26,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import device, env
 from ..aot import models
 from ..kernels.cute import store, toolchain
-from ..kernels.cute.program import Program
+from ..kernels.cute.program import ARCH, Program
 from ..testing.case import family, ops
-from . import arguments, console, workers
+from . import arguments, console, replays, workers
 from .arguments import UsageError
 
 if TYPE_CHECKING:
-    from ..aot.replay import Asked
     from ..kernels.triton_store import Kernel as TritonKernel
 
 NOT_REACHED = "not reached"
 
 MOST_JOBS = 8
 """Processes at a time unless told otherwise: each takes a core and about a gigabyte."""
-
-
-GFX1250_NEEDS = (3, 9)
-"""The first version of Triton whose kernels for gfx1250 were looked at and do not spill their registers."""
 
 
 class Kernel(NamedTuple):
@@ -107,26 +99,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile what is missing, print a table."""
-    replays = bool(args.model or args.shapes)
-    if replays and (args.ops or args.op):
+    by_model = bool(args.model or args.shapes)
+    if by_model and (args.ops or args.op):
         raise UsageError("OP: goes without --model and --shapes, which say what is compiled")
-    if args.archs is not None and not replays:
+    if args.archs is not None and not by_model:
         raise UsageError("--archs: goes with --model or --shapes; CuTe DSL kernels are for sm_90a alone")
     folder = env.cache_dir() if args.output is None else args.output.absolute()
     blamed = env.cache_variable() if args.output is None else "--output"
     if os.path.exists(folder) and not folder.is_dir():
         raise UsageError(f"{blamed}: {str(folder)!r} is not a folder")
-    refused: list[str] = []
-    if replays:
-        kernels = replayed(_models(args.model, args.shapes), _gpus(args.archs or "sm_90"), args.jobs, refused)
+    if by_model:
+        asked, failed = replays.of(args.model, args.shapes, args.archs or "sm_90", args.jobs)
+        kernels = _asked(asked)
     else:
-        kernels = select([*args.ops, *args.op])
+        kernels, failed = select([*args.ops, *args.op]), False
     if args.list:
-        rows = [(k.op, k.variant, k.program.name, _versions(folder, k.program)) for k in kernels]
-        console.table(f"kernels in {folder}", ("op", "variant", "kernel", "compiled by"), rows)
-        return int(bool(refused))
-    if not replays and (reason := toolchain.cannot_compile()):
-        return _without_compiler(kernels, folder, reason)
+        _list(kernels, folder, by_model)
+        return int(failed)
+    if reason := toolchain.cannot_compile():
+        programs = [kernel for kernel in kernels if isinstance(kernel.program, Program)]
+        if not by_model:
+            return _without_compiler(programs, folder, reason)
+        failed |= bool(programs and _without_compiler(programs, folder, reason))
+        kernels = [kernel for kernel in kernels if kernel not in programs]
     missing = [kernel.program for kernel in kernels if not store.is_whole(_file(folder, kernel.program))]
     if missing:
         _check_writable(folder, missing, blamed)
@@ -136,113 +131,38 @@ def run(args: argparse.Namespace) -> int:
         _build(missing, folder, args.jobs, built)
     except KeyboardInterrupt:
         interrupted = True
-    not_reached = _summarise(kernels, folder, missing, built)
+    not_reached = _summarise(kernels, folder, missing, built, by_model)
     if interrupted:
         console.error(f"interrupted; {not_reached} of {len(missing)} kernels were not reached")
         return 130
-    return int(bool(refused) or any(result.error is not None for result in built.values()))
+    return int(failed or any(result.error is not None for result in built.values()))
 
 
-def _models(names: Sequence[str], files: Sequence[Path]) -> dict[str, models.Model]:
-    found = {name: models.MODELS[name] for name in names}
-    try:
-        for file in files:
-            found |= {f"{file}: {name}": model for name, model in models.read(file).items()}
-    except models.WrongModel as error:
-        raise UsageError(f"--shapes: {error}") from error
-    return found
+def _list(kernels: Sequence[Kernel], folder: Path, by_model: bool) -> None:
+    """Print which kernels the folder has, and by which versions of a compiler."""
+    if by_model:
+        columns = ("op", "variant", "gpu", "kernel", "compiled by")
+        rows = [(k.op, k.variant, _arch(k), k.program.name, _versions(folder, k.program)) for k in kernels]
+        console.table(f"kernels in {folder}", columns, rows)
+    else:
+        names = [(k.op, k.variant, k.program.name, _versions(folder, k.program)) for k in kernels]
+        console.table(f"kernels in {folder}", ("op", "variant", "kernel", "compiled by CuTe DSL"), names)
 
 
-def _gpus(archs: str) -> dict[str, int | None]:
-    """The multiprocessors of each GPU that ``--archs`` names, None where nobody has said; sm_90a is sm_90.
-
-    Raises:
-        UsageError: a name or a number cannot be read.
-    """
-    found: dict[str, int | None] = {}
-    for word in archs.split(","):
-        parts = re.fullmatch(
-            r"(sm_\d{2,3}(?=a?(?::|$))|gfx[0-9a-f]{3,4})a?(?::([1-9]\d{0,3}))?", word.strip(), re.ASCII
-        )
-        if parts is None:
-            raise UsageError(
-                "--archs: expected architectures like sm_90a, gfx942 or gfx942:80, separated by commas, "
-                f"got {word.strip()!r}"
-            )
-        arch, number = parts.groups()
-        found[arch] = int(number) if number else device.NUM_SMS.get(arch)
-    return found
+def _arch(kernel: Kernel) -> str:
+    return ARCH if isinstance(kernel.program, Program) else kernel.program.arch
 
 
-def replayed(
-    wanted: Mapping[str, models.Model], gpus: Mapping[str, int | None], jobs: int, refused: list[str]
-) -> list[Kernel]:
-    """What the calls of these models ask for on these GPUs; ``refused`` collects those that nothing is compiled for.
-
-    Raises:
-        UsageError: there is no Triton to ask, or it interprets its kernels, or a model's call is not legal.
-        UnsupportedProblem: no variant serves a call.
-    """
-    if importlib.util.find_spec("triton") is None:
-        raise UsageError("--model, --shapes: need the Python package 'triton', which is not installed")
-    if env.triton_interpret():
-        raise UsageError("TRITON_INTERPRET: is set, so that Triton compiles nothing")
-    served = []
-    for arch, num_sms in gpus.items():
-        reason = _cannot_serve(arch)
-        if reason is None and num_sms is None:
-            reason = f"which kernels are asked for depends on its number of multiprocessors N; name it as {arch}:N"
-        if reason is not None or num_sms is None:
-            console.error(f"{arch}: {reason}")
-            refused.append(arch)
+def _asked(programs: Sequence[Program | TritonKernel]) -> list[Kernel]:
+    """Who asks for what, by the module that it is made of."""
+    known = {kernel.program: kernel for kernel in _all_programs()}
+    kernels = []
+    for program in programs:
+        if isinstance(program, Program):
+            kernels.append(known[program])
         else:
-            served.append(device.StandIn(arch, num_sms))
-    kernels: list[Kernel] = []
-    with console.Progress(len(served), "aot: calls") as progress:
-        for gpu, asked in _replays(wanted, served, jobs):
-            kernels += _asked(asked)
-            progress.show(gpu.arch)
-            progress.advance()
-    return kernels
-
-
-def _cannot_serve(arch: str) -> str | None:
-    version = importlib.metadata.version("triton")
-    if arch == "gfx1250" and tuple(map(int, version.split(".")[:2])) < GFX1250_NEEDS:
-        needed = ".".join(map(str, GFX1250_NEEDS))
-        return f"needs Triton {needed} or newer, whose kernels fit its registers; {version} is installed"
-    return None
-
-
-def _replays(
-    wanted: Mapping[str, models.Model], gpus: Sequence[device.StandIn], jobs: int
-) -> Iterator[tuple[device.StandIn, Asked]]:
-    """Each GPU's in a process of its own, in the order of the GPUs."""
-    for start in range(0, len(gpus), jobs):
-        with contextlib.ExitStack() as pools:
-            futures = [
-                (gpu, pools.enter_context(workers.pool(1)).submit(_replay, dict(wanted), gpu))
-                for gpu in gpus[start : start + jobs]
-            ]
-            for gpu, future in futures:
-                try:
-                    yield gpu, future.result()
-                except models.WrongModel as error:
-                    raise UsageError(f"--model, --shapes: {error}") from error
-
-
-def _replay(wanted: Mapping[str, models.Model], gpu: device.StandIn) -> Asked:
-    from ..aot.replay import kernels_of
-
-    return kernels_of(wanted, gpu)
-
-
-def _asked(asked: Asked) -> list[Kernel]:
-    of_program = {k.program: k for k in _all_programs()} if asked.programs else {}
-    kernels = [of_program[program] for program in asked.programs]
-    for kernel in asked.kernels:
-        _, _, op, *rest = kernel.module.split(".")
-        kernels.append(Kernel(op, rest[-1] if rest[0] == "variants" else "-", kernel))
+            _, _, op, *rest = program.module.split(".")
+            kernels.append(Kernel(op, rest[-1] if rest[0] == "variants" else "-", program))
     return kernels
 
 
@@ -323,8 +243,8 @@ def _file(folder: Path, program: Program | TritonKernel) -> Path:
 def _versions(folder: Path, program: Program | TritonKernel) -> str | None:
     if not isinstance(program, Program):
         path = program.file(folder)
-        there = f"Triton {importlib.metadata.version('triton')}"
-        return there if store.is_whole(path) else f"{there} (damaged)" if path.exists() else None
+        version = importlib.metadata.version("triton")
+        return version if store.is_whole(path) else f"{version} (damaged)" if path.exists() else None
     found = [path.stem.removeprefix("cute-") for path in store.files(folder, program)]
     found += [f"{path.stem.removeprefix('cute-')} (damaged)" for path in store.damaged(folder, program)]
     return ", ".join(found) or None
@@ -388,17 +308,22 @@ def _summarise(
     folder: Path,
     missing: Sequence[Program | TritonKernel],
     built: dict[Program | TritonKernel, Built],
+    by_model: bool,
 ) -> int:
     """Print what became of each kernel; return how many of the missing ones were not reached."""
     rows, states = [], []
-    for op, variant, program in kernels:
+    for kernel in kernels:
+        op, variant, program = kernel
         path = _file(folder, program)
         there, result = store.is_whole(path), built.get(program)
         state = _state(program in missing, there, result)
         seconds = f"{result.seconds:.1f}" if result and not result.kept else None
-        rows.append((op, variant, program.name, state, seconds, f"{path.stat().st_size / 1024:.0f}" if there else None))
+        about = (op, variant, _arch(kernel)) if by_model else (op, variant)
+        size = f"{path.stat().st_size / 1024:.0f}" if there else None
+        rows.append((*about, program.name, state, seconds, size))
         states.append(state)
-    console.table(f"kernels in {folder}", ("op", "variant", "kernel", "state", "seconds", "KB"), rows)
+    columns = ("op", "variant", "gpu") if by_model else ("op", "variant")
+    console.table(f"kernels in {folder}", (*columns, "kernel", "state", "seconds", "KB"), rows)
     return states.count(NOT_REACHED)
 
 

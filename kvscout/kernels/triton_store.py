@@ -1,6 +1,6 @@
 """Triton kernels that were compiled ahead of time: what names one, where its file lies, and how Triton comes to it.
 
-``<cache>/triton/<arch>/<module>.<function>/<key>.kernel``, each a zip archive of what Triton's own cache holds for it,
+``<cache>/triton/<arch>/<module>.<function>/<key>/kernel``, each a zip archive of what Triton's own cache holds for it,
 sealed as :mod:`.cute.store` seals its files. Triton's cache itself cannot be copied: it names its files by absolute
 paths, and its keys change with the build of Triton's library, with the order in which a process first calls kernels
 that share functions and, on AMD, with the folder that Triton is installed in. The key here is made of what decides the
@@ -70,7 +70,7 @@ class Kernel:
     def file(self, root: Path) -> Path:
         """Where it lies within a cache."""
         place = f"{self.module.rpartition('.')[2]}.{self.function}"
-        return root / FOLDER / self.arch / place / f"{self.key}.kernel"
+        return root / FOLDER / self.arch / place / self.key / "kernel"
 
     def described(self) -> str:
         """Its function, types, constants and options, for people."""
