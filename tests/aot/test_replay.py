@@ -1,0 +1,48 @@
+"""What is compiled ahead of time is what calls ask for: no kernel less, no kernel more, under the keys that they have."""
+
+import shutil
+
+import pytest
+
+from kvscout.kernels.cute import store, toolchain
+
+pytestmark = [
+    pytest.mark.xdist_group("aot"),
+    pytest.mark.slow,
+    pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
+]
+
+CALLS = """
+with compiling_for(arch):
+    call()
+print(len(hits), all(hits))
+print(*sorted(asked), sep="\\n")
+"""
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_kernel_is_made_and_what_cannot_be_is_said(prepared):
+    folder, done = prepared
+    assert done.returncode == 1
+    assert done.stderr.startswith("gfx1250: needs Triton 3.9 or newer, ") and "FAILED" not in done.stderr
+    assert files(folder)
+    assert all(map(store.is_whole, files(folder)))
+    states = [line.split()[4] for line in done.stdout.splitlines() if "_" in line]
+    assert states == ["compiled"] * len(files(folder))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_calls_ask_for_exactly_what_was_made_and_compile_nothing(prepared, engine, arch, tmp_path):
+    # Copied, as to another machine.
+    folder = shutil.copytree(prepared[0], tmp_path / "elsewhere")
+    first, *asked = engine(CALLS, folder, arch).stdout.splitlines()
+    number, every_one_a_hit = first.split()
+    # sm_90a-x86_64/... and triton/sm_90/..., or triton/gfx942/...
+    made = [str(path) for path in files(folder) if arch in "/".join(path.relative_to(folder).parts[:2])]
+    assert asked == sorted(made)
+    triton = [path for path in made if "/triton/" in path]
+    assert (int(number), every_one_a_hit) == (len(triton), "True")
+    assert len(triton) >= 5
