@@ -12,7 +12,13 @@ import pytest
 import kvscout
 from kvscout.cli.main import commands, parser
 
-DOCS = ("docs/measured-facts.md", "docs/numerics.md", "docs/porting.md", "docs/support-matrix.md")
+DOCS = (
+    "docs/measured-facts.md",
+    "docs/numerics.md",
+    "docs/porting.md",
+    "docs/prebuilt-kernels.md",
+    "docs/support-matrix.md",
+)
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
 FENCED = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 

@@ -315,11 +315,11 @@ def _summarise(
     for kernel in kernels:
         op, variant, program = kernel
         path = _file(folder, program)
-        there, result = store.is_whole(path), built.get(program)
-        state = _state(program in missing, there, result)
+        content, result = store.read(path), built.get(program)
+        state = _state(program in missing, content is not None, result)
         seconds = f"{result.seconds:.1f}" if result and not result.kept else None
         about = (op, variant, _arch(kernel)) if by_model else (op, variant)
-        size = f"{path.stat().st_size / 1024:.0f}" if there else None
+        size = None if content is None else f"{len(content) / 1024:.0f}"
         rows.append((*about, program.name, state, seconds, size))
         states.append(state)
     columns = ("op", "variant", "gpu") if by_model else ("op", "variant")

@@ -11,6 +11,7 @@ into its cache, under the key that Triton will look for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -73,12 +74,16 @@ class Kernel:
         return root / FOLDER / self.arch / place / self.key / "kernel"
 
     def described(self) -> str:
-        """Its function, types, constants and options, for people."""
+        """Its function, types (and which are multiples of 16), constants and options, for people."""
         parts = json.loads(self.specialisation)
         names, options = list(parts["signature"]), parts["options"]
         pairs = zip(parts["constant_keys"], parts["constant_vals"], strict=True)
         constants = {names[key[0]]: f"{names[key[0]]}={value!r}" for key, value in pairs}
-        words = [constants.get(name, f"{name}: {kind}") for name, kind in parts["signature"].items()]
+        aligned = {names[key[0]] for key in parts["attrs_keys"]}
+        words = [
+            constants.get(name, f"{name}: {kind}{' by 16' if name in aligned else ''}")
+            for name, kind in parts["signature"].items()
+        ]
         words += [f"{name}={options[name]}" for name in ("num_warps", "num_stages")]
         return f"{self.module}.{self.function} for {self.arch} ({', '.join(words)})"
 
@@ -151,8 +156,10 @@ class Launch:
         key = get_cache_key(source, self._backend, self._backend.parse_options(options), environment)
         manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
         metadata = f"{source.name[:NAME_CHARACTERS]}.json"
-        if metadata in (manager.get_group(metadata) or {}):
-            return None
+        # A list of files that is no JSON is replaced, where it can be.
+        with contextlib.suppress(json.JSONDecodeError):
+            if metadata in (manager.get_group(metadata) or {}):
+                return None
         path = self.kernel.file(root)
         archive = store.read(path)
         if archive is None:

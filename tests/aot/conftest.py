@@ -24,8 +24,8 @@ MODELS = {
     }
 }
 
-# A process that believes that the CPU is a GPU: what it is asked for is compiled, or found, and not launched. Everything
-# else is real: tensors with memory, Triton's own way from a call to its cache, the functions' checks and choices.
+# A process that believes that the CPU is a GPU: what is asked for is compiled, or found, and not launched. All else is
+# real: tensors with memory, Triton's own way from a call to its cache, the functions' checks and choices.
 ENGINE = """
 import sys
 from pathlib import Path
@@ -105,7 +105,11 @@ def engine(run_python, tmp_path):
     """``engine(code, cache=folder)``: what a process that makes the calls prints, and what it says to stderr."""
 
     def run(code, cache, arch="sm_90", aot_only="all", check=True):
-        env = {"KVSCOUT_CACHE_DIR": str(cache), "KVSCOUT_AOT_ONLY": aot_only, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+        env = {
+            "KVSCOUT_CACHE_DIR": str(cache),
+            "KVSCOUT_AOT_ONLY": aot_only,
+            "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        }
         return run_python("-c", ENGINE + code, arch, str(GPUS[arch]), env=env, check=check)
 
     return run

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time is what calls ask for: no kernel less, no kernel more, under the keys that they have."""
+"""What is compiled ahead of time is what calls ask for: no kernel less, no kernel more, under their keys."""
 
 import shutil
 

@@ -134,7 +134,10 @@ def _loaded(program: Program) -> Callable[..., Any]:
             return _function(program, path)
         except KernelUnavailable as error:
             failures.append(str(error))
-    raise KernelUnavailable("; ".join([*failures, reason]))
+    # No failure: the file that was there a moment ago is gone.
+    raise KernelUnavailable(
+        "; ".join([*failures, reason]) if failures else f"{program.name}: {_absent(program, reason)}"
+    )
 
 
 def _compiled(program: Program) -> Callable[..., Any]:
