@@ -135,18 +135,18 @@ class Model:
 
 
 MODELS: dict[str, Model] = {
-    # deepseek-ai/DeepSeek-V3.2-Exp, config.json: index_n_heads 64, index_head_dim 128, index_topk 2048. Its attention
-    # is MLA, whose keys (512 + 64) and values (512) differ, which pa_decode does not serve.
+    # index_n_heads, index_head_dim, index_topk of transformers' DeepseekV32Config, for deepseek-ai/DeepSeek-V3.2-Exp. Its
+    # attention is MLA, whose keys (512 + 64) and values (512) differ, which pa_decode does not serve.
     "deepseek-v3.2": Model(score=Score(64, 128), select=Select(2048)),
-    # deepseek-ai/DeepSeek-V4-Flash-Base, config.json: index_n_heads 64, index_head_dim 128, index_topk 512, of keys
-    # that stand for 4 tokens each. Attention reads a window and what was selected in one softmax: left out here.
+    # The same of DeepseekV4Config, for deepseek-ai/DeepSeek-V4-Flash-Base; what is selected stands for 4 tokens each.
+    # Attention reads a window and what was selected in one softmax: left out here.
     "deepseek-v4": Model(score=Score(64, 128), select=Select(512)),
-    # zai-org/GLM-5, config.json: index_n_heads 32, index_head_dim 128, index_topk 2048; MLA like DeepSeek-V3.2.
+    # The same of zai-org/GLM-5's config.json, as xLLM's glm5.h has them; MLA like DeepSeek-V3.2.
     "glm-5": Model(score=Score(32, 128), select=Select(2048)),
-    # MiniMaxAI/MiniMax-M3, config.json: num_attention_heads 64, num_key_value_heads 4, head_dim 128; 16 blocks of 128
-    # tokens are selected (arXiv 2606.13392). On 4 GPUs, one KV head each: each KV head selects for itself. Pages of
-    # 128 are what vLLM asks for, of 16 what AITER's kernels do. Its indexer has 4 heads without weights, which
-    # fp8_mqa_logits does not serve.
+    # num_attention_heads 64, num_key_value_heads 4 and head_dim 128 of transformers' MiniMaxM3VLTextConfig, for
+    # MiniMaxAI/MiniMax-M3-preview; of each KV head, 16 blocks of 128 tokens are selected (arXiv 2606.13392). So this is
+    # one of 4 GPUs. Pages of 128 are what vLLM is started with, of 16 what AITER's kernels take. Its indexer has 4
+    # heads without weights, which fp8_mqa_logits does not serve.
     "minimax-m3": Model(
         select=Select(16, block_size=128, keys=(8, 64, 256, 1000, 1024)),
         attend=Attend(query_heads=16, kv_heads=1, head_dim=128, pages=(128, 16), layouts=("nhd", "chunked")),

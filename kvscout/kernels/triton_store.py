@@ -127,6 +127,11 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 class Launch:
     """What Triton is about to compile, as it tells its hooks."""
 
@@ -137,8 +142,9 @@ class Launch:
         specialisation = call["compile"]["specialization_data"]
         parts = json.loads(specialisation)
         self._options = parts["options"]
-        # Where the libraries lie that come with Triton says nothing about them.
-        parts["options"] = {name: value for name, value in self._options.items() if name != "extern_libs"}
+        # The libraries that kernels are linked with, which come with Triton, lie somewhere else on another machine.
+        libraries = [(name, _file_digest(path)) for name, path in self._options.get("extern_libs") or ()]
+        parts["options"] = self._options | {"extern_libs": libraries}
         made_of = (
             triton.__version__, sources_digest(), self._backend.hash(), json.dumps(parts, sort_keys=True),
             sorted(get_cache_invalidating_env_vars().items()),

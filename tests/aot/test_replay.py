@@ -1,5 +1,6 @@
 """What is compiled ahead of time is what calls ask for: no kernel less, no kernel more, under their keys."""
 
+import json
 import shutil
 
 import pytest
@@ -46,3 +47,39 @@ def test_calls_ask_for_exactly_what_was_made_and_compile_nothing(prepared, engin
     triton = [path for path in made if "/triton/" in path]
     assert (int(number), every_one_a_hit) == (len(triton), "True")
     assert len(triton) >= 5
+
+
+REPLAY = """
+import sys
+from pathlib import Path
+from kvscout.aot import models, replay
+from kvscout.device import StandIn
+from kvscout.testing.case import ops
+from kvscout.variants import observe
+
+with observe() as chosen:
+    found = replay.kernels_of(models.read(Path(sys.argv[1])), StandIn("sm_80", 108))
+assert {op for op, _ in chosen} == set(ops()), chosen
+assert not [variant for op, variant in chosen if variant.startswith("torch") and op != "topk"], chosen
+print(*sorted({f"{kernel.module.split('.')[2]} {kernel.function}" for kernel in found}), sep="\\n")
+"""
+
+
+def test_a_replay_calls_every_op(run_python, tmp_path):
+    attend = {"query_heads": 8, "kv_heads": 1, "head_dim": 64, "pages": 16, "layouts": "nhd", "batches": 1}
+    models = {
+        "blocks": {"score": {"heads": 8, "head_dim": 512, "rows": 1, "keys": 64}, "select": {"k": 4, "block_size": 16}},
+        "tokens": {"select": {"k": 4, "rows": 1, "keys": 64}, "attend": attend | {"scales": "token"}},
+    }
+    models["blocks"]["attend"] = attend
+    (tmp_path / "models.json").write_text(json.dumps(models))
+    assert run_python("-c", REPLAY, str(tmp_path / "models.json")).stdout.splitlines() == [
+        "kv_cache _scatter",
+        "mqa_logits _kernel",
+        "pa_decode _merge_kernel",
+        "pa_decode _tile_kernel",
+        "pa_plan _plan",
+        "selection_gather _find",
+        "selection_gather copy",
+        "selection_tables _tables",
+    ]
