@@ -135,10 +135,10 @@ class Model:
 
 
 MODELS: dict[str, Model] = {
-    # index_n_heads, index_head_dim, index_topk of transformers' DeepseekV32Config, for deepseek-ai/DeepSeek-V3.2-Exp. Its
-    # attention is MLA, whose keys (512 + 64) and values (512) differ, which pa_decode does not serve.
+    # index_n_heads, index_head_dim and index_topk of transformers' DeepseekV32Config (deepseek-ai/DeepSeek-V3.2-Exp).
+    # Its attention is MLA, whose keys (512 + 64) and values (512) differ, which pa_decode does not serve.
     "deepseek-v3.2": Model(score=Score(64, 128), select=Select(2048)),
-    # The same of DeepseekV4Config, for deepseek-ai/DeepSeek-V4-Flash-Base; what is selected stands for 4 tokens each.
+    # The same of DeepseekV4Config (deepseek-ai/DeepSeek-V4-Flash-Base); what is selected stands for 4 tokens each.
     # Attention reads a window and what was selected in one softmax: left out here.
     "deepseek-v4": Model(score=Score(64, 128), select=Select(512)),
     # The same of zai-org/GLM-5's config.json, as xLLM's glm5.h has them; MLA like DeepSeek-V3.2.
