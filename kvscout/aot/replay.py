@@ -6,23 +6,21 @@ device, which stands for the GPU), and what asks for a kernel is noted instead o
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.runtime.driver import driver
 
 import kvscout
 
 from .. import fp8, paging, selection
 from ..device import StandIn, stand_in
+from ..kernels import triton_store
 from ..kernels.cute import runtime
 from ..kernels.cute.program import Program
-from ..kernels.triton_store import AbsentGpu, Kernel, Launch, target_of
+from ..kernels.triton_store import Kernel
 from .models import Attend, Model, Score, Select, WrongModel
 
 NUMBER = 0.5
@@ -38,33 +36,13 @@ def kernels_of(models: Mapping[str, Model], gpu: StandIn) -> list[Program | Kern
         WrongModel: a call is not legal; the message names the model, and the argument as the function does.
         UnsupportedProblem: no variant serves a call.
     """
-    with stand_in(gpu), runtime.recording() as programs, _recording_triton(gpu.arch) as kernels:
+    with stand_in(gpu), runtime.recording() as programs, triton_store.recording(gpu.arch) as kernels:
         for name, model in models.items():
             try:
                 call(model, gpu.arch)
             except (TypeError, ValueError) as error:
                 raise WrongModel(f"{name}: {error}") from error
         return [*programs, *kernels.values()]
-
-
-@contextlib.contextmanager
-def _recording_triton(arch: str) -> Iterator[dict[str, Kernel]]:
-    """Within the context launches are noted by their keys; Triton neither compiles nor runs anything."""
-    noted: dict[str, Kernel] = {}
-
-    def note(**launch: Any) -> bool:
-        kernel = Launch(launch).kernel
-        noted.setdefault(kernel.key, kernel)
-        return True
-
-    active = driver._active
-    with knobs.runtime.scope():
-        knobs.runtime.jit_cache_hook = note
-        driver.set_active(AbsentGpu(target_of(arch)))
-        try:
-            yield noted
-        finally:
-            driver._active = active
 
 
 def call(model: Model, arch: str, device: str = "meta") -> None:

@@ -5,8 +5,8 @@ sealed as :mod:`.cute.store` seals its files. Triton's cache itself cannot be co
 paths, and its keys change with the build of Triton's library, with the order in which a process first calls kernels
 that share functions and, on AMD, with the folder that Triton is installed in. The key here is made of what decides the
 machine code: the versions of Triton and of its assembler, the sources of kvscout's kernels, the types and constants
-that one is specialised for, and its options. Before Triton compiles a kernel of kvscout, the file of that key is put
-into its cache, under the key that Triton will look for.
+that one is specialised for, and its options. Before Triton compiles a kernel of kvscout (:func:`install`), the file of
+that key is put into its cache, under the key that Triton will look for.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import hashlib
 import importlib
 import io
 import json
+import sys
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
@@ -33,6 +34,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from .. import env
 from .cute import store
@@ -45,6 +47,15 @@ PACKAGE = __package__.partition(".")[0]
 NAME_CHARACTERS = 150
 
 
+class Specialisation(NamedTuple):
+    """What Triton compiles a function for, in its own terms: arguments are numbered, and constants have no type."""
+
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A Triton kernel with all that decides what is compiled.
@@ -53,15 +64,15 @@ class Kernel:
         module: where its function is defined.
         function: the function's name there.
         arch: what :func:`kvscout.device.arch_of` calls the GPU.
-        specialisation: types, constants and options, as Triton writes them down.
-        key: 32 hex digits that change with any of these, with the source, and with Triton's version.
+        key: 32 hex digits that change with the specialisation, the sources, and Triton's version.
+        specialisation: types, constants and options.
     """
 
     module: str
     function: str
     arch: str
-    specialisation: str
     key: str
+    specialisation: Specialisation = field(compare=False)
 
     @property
     def name(self) -> str:
@@ -75,15 +86,11 @@ class Kernel:
 
     def described(self) -> str:
         """Its function, types (and which are multiples of 16), constants and options, for people."""
-        parts = json.loads(self.specialisation)
-        names, options = list(parts["signature"]), parts["options"]
-        pairs = zip(parts["constant_keys"], parts["constant_vals"], strict=True)
-        constants = {names[key[0]]: f"{names[key[0]]}={value!r}" for key, value in pairs}
-        aligned = {names[key[0]] for key in parts["attrs_keys"]}
-        words = [
-            constants.get(name, f"{name}: {kind}{' by 16' if name in aligned else ''}")
-            for name, kind in parts["signature"].items()
-        ]
+        signature, constants, attributes, options = self.specialisation
+        words = []
+        for i, (name, kind) in enumerate(signature.items()):
+            aligned = " by 16" if (i,) in attributes else ""
+            words.append(f"{name}={constants[i,]!r}" if (i,) in constants else f"{name}: {kind}{aligned}")
         words += [f"{name}={options[name]}" for name in ("num_warps", "num_stages")]
         return f"{self.module}.{self.function} for {self.arch} ({', '.join(words)})"
 
@@ -133,35 +140,31 @@ def _file_digest(path: str) -> str:
 
 
 class Launch:
-    """What Triton is about to compile, as it tells its hooks."""
+    """What Triton is about to compile."""
 
-    def __init__(self, call: Mapping[str, Any]) -> None:
-        self._call = call
-        self._target: GPUTarget = driver.active.get_current_target()
-        self._backend = make_backend(self._target)
-        specialisation = call["compile"]["specialization_data"]
-        parts = json.loads(specialisation)
-        self._options = parts["options"]
+    def __init__(self, source: ASTSource, target: GPUTarget, options: Mapping[str, Any]) -> None:
+        self._source = source
+        self._options = dict(options)
+        self._backend = make_backend(target)
+        made_for = Specialisation(source.signature, source.constants, source.attrs, self._options)
         # The libraries that kernels are linked with, which come with Triton, lie somewhere else on another machine.
         libraries = [(name, _file_digest(path)) for name, path in self._options.get("extern_libs") or ()]
-        parts["options"] = self._options | {"extern_libs": libraries}
         made_of = (
-            triton.__version__, sources_digest(), self._backend.hash(), json.dumps(parts, sort_keys=True),
+            triton.__version__, sources_digest(), self._backend.hash(),
+            made_for._replace(options=self._options | {"extern_libs": libraries}),
             sorted(get_cache_invalidating_env_vars().items()),
         )  # fmt: skip
-        key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]
-        about = call["fn"]
-        self.kernel = Kernel(about.module, about.name, arch_of(self._target), specialisation, key)
+        function = source.fn
+        key = hashlib.sha256(repr((function.module, function.__name__, *made_of)).encode()).hexdigest()[:32]
+        self.kernel = Kernel(function.module, function.__name__, arch_of(target), key, made_for)
 
     def offer(self, root: Path) -> str | None:
         """Put the kernel into Triton's cache where it is not there; a sentence why it could not be."""
-        of = self._call["compile"]
-        source = ASTSource(self._call["fn"].jit_function, of["signature"], of["constants"], of["configs"][0])
-        options = {name: tuple(value) if isinstance(value, list) else value for name, value in self._options.items()}
         environment = get_cache_invalidating_env_vars()
-        key = get_cache_key(source, self._backend, self._backend.parse_options(options), environment)
+        options = self._backend.parse_options(dict(self._options))
+        key = get_cache_key(self._source, self._backend, options, environment)
         manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        metadata = f"{source.name[:NAME_CHARACTERS]}.json"
+        metadata = f"{self._source.name[:NAME_CHARACTERS]}.json"
         # A list of files that is no JSON is replaced, where it can be.
         with contextlib.suppress(json.JSONDecodeError):
             if metadata in (manager.get_group(metadata) or {}):
@@ -176,23 +179,89 @@ class Launch:
         return None
 
 
+_recorded: dict[str, Kernel] | None = None
+
+
+@contextlib.contextmanager
+def recording(arch: str) -> Iterator[dict[str, Kernel]]:
+    """Within the context calls launch for ``arch``, and nothing is compiled or run: their kernels are noted by key.
+
+    For a process that does nothing else: Triton keeps what it was given.
+    """
+    global _recorded
+    before, _recorded = _recorded, {}
+    try:
+        with absent_gpu(arch):
+            yield _recorded
+    finally:
+        _recorded = before
+
+
+class _NoKernel:
+    """What stands for a compiled kernel while they are recorded."""
+
+    function = packed_metadata = None
+
+    def run(self, *arguments: object) -> None:
+        """Do nothing."""
+
+    launch_metadata = run
+
+
+@contextlib.contextmanager
+def absent_gpu(arch: str) -> Iterator[None]:
+    """Within the context Triton believes that its GPU is one of ``arch``."""
+    active = driver._active
+    driver.set_active(AbsentGpu(target_of(arch)))
+    try:
+        yield
+    finally:
+        # Not driver.reset_active(): without a GPU there is no default driver to go back to.
+        driver._active = active
+
+
 def install() -> None:
-    """Have every kernel of kvscout looked for among those compiled ahead of time before Triton compiles it."""
-    hook = knobs.runtime.jit_cache_hook
-    if not (isinstance(hook, functools.partial) and hook.func is _before_compiling):
-        knobs.runtime.jit_cache_hook = functools.partial(_before_compiling, hook)
+    """Have every kernel of kvscout looked for among those compiled ahead of time before Triton compiles it.
+
+    Not by Triton's hooks, which are for all kernels of a process: to call them it writes down what it compiles, which
+    it cannot of each.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == PACKAGE:
+            for function in vars(module).values():
+                if isinstance(function, JITFunction) and function.module.partition(".")[0] == PACKAGE:
+                    _wrap(function)
 
 
-def _before_compiling(before: Callable[..., bool | None] | None, **call: Any) -> bool:
-    """What Triton calls before it compiles; True would keep it from that."""
-    if before is not None and before(**call):
-        return True
-    if call["fn"].module.partition(".")[0] == PACKAGE:
-        _look_up(call)
-    return False
+def _wrap(function: JITFunction[Any]) -> None:
+    """Have a function's kernels compiled by :func:`_compile`, which Triton asks anew on each device."""
+    caches = function.device_caches
+    if isinstance(caches.default_factory, functools.partial):
+        return
+    if hasattr(function, "compile"):
+        function.compile = functools.partial(_compile, function.compile)
+    caches.default_factory = functools.partial(_new_cache, function, caches.default_factory)
 
 
-def _look_up(call: Mapping[str, Any]) -> None:
+def _new_cache(function: JITFunction[Any], new: Callable[[], Any]) -> Any:
+    cache = new()
+    function.compile = functools.partial(_compile, function.compile)
+    return cache
+
+
+def _compile(
+    compile: Callable[..., Any], source: ASTSource, target: GPUTarget, options: Mapping[str, Any], **more: Any
+) -> Any:
+    """What Triton calls to compile a kernel."""
+    if _recorded is not None:
+        kernel = Launch(source, target, options).kernel
+        _recorded.setdefault(kernel.key, kernel)
+        return _NoKernel()
+    _look_up(source, target, options)
+    return compile(source, target=target, options=options, **more)
+
+
+def _look_up(source: ASTSource, target: GPUTarget, options: Mapping[str, Any]) -> None:
     required = env.triton_aot_only()
     try:
         root = env.cache_dir()
@@ -203,7 +272,7 @@ def _look_up(call: Mapping[str, Any]) -> None:
     # Nobody pays for what nobody prepared.
     if not required and not (root / FOLDER).is_dir():
         return
-    launch = Launch(call)
+    launch = Launch(source, target, options)
     try:
         missing = launch.offer(root)
     except OSError as error:
@@ -228,25 +297,14 @@ def compile_to(kernel: Kernel, path: Path) -> None:
         OSError: the file cannot be written.
     """
     function = getattr(importlib.import_module(kernel.module), kernel.function)
-    found: list[Kernel] = []
-
-    def before_compiling(**call: Any) -> bool:
-        found.append(Launch(call).kernel)
-        return found[-1].key != kernel.key
-
-    active = driver._active
-    with tempfile.TemporaryDirectory(prefix="kvscout-") as folder, knobs.cache.scope(), knobs.runtime.scope():
+    target = target_of(kernel.arch)
+    signature, constants, attributes, options = kernel.specialisation
+    source = ASTSource(function, signature, constants, attributes)
+    if Launch(source, target, options).kernel != kernel:
+        raise KernelUnavailable(f"{kernel.name}: its sources, or Triton, have changed since it was asked for")
+    with tempfile.TemporaryDirectory(prefix="kvscout-") as folder, knobs.cache.scope(), absent_gpu(kernel.arch):
         knobs.cache.dir = folder
-        knobs.runtime.jit_cache_hook = before_compiling
-        driver.set_active(AbsentGpu(target_of(kernel.arch)))
-        try:
-            compiled = function.preload(kernel.specialisation)
-        finally:
-            # Not driver.reset_active(): without a GPU there is no default driver to go back to.
-            driver._active = active
-        if compiled is None:
-            raise KernelUnavailable(f"{kernel.name}: its sources, or Triton, have changed since it was asked for")
-        archive = _packed(compiled)
+        archive = _packed(triton.compile(source, target=target, options=options))
     store.write(path, archive)
 
 

@@ -1,7 +1,6 @@
 """``kvscout aot --model`` and ``--shapes``: what is said and returned. What is compiled is for ``tests/aot``."""
 
 import importlib.metadata
-import json
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 
@@ -11,10 +10,10 @@ from kvscout.aot.models import WrongModel
 from kvscout.cli import aot, replays
 from kvscout.device import StandIn
 from kvscout.kernels.cute import store, toolchain
-from kvscout.kernels.triton_store import Kernel
+from kvscout.kernels.triton_store import Kernel, Specialisation
 
 MODULE = "kvscout.ops.pa_decode."
-OPTIONS = json.dumps({"num_warps": 4})
+NONE = Specialisation({}, {}, {}, {})
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def asked(monkeypatch):
         for gpu in found:
             gpus.append(gpu)
             kernels = [("variants.triton_tile", "_tile", "a"), ("triton_merge", "_merge", "b")]
-            yield gpu, [Kernel(MODULE + module, name, gpu.arch, OPTIONS, 32 * key) for module, name, key in kernels]
+            yield gpu, [Kernel(MODULE + module, name, gpu.arch, 32 * key, NONE) for module, name, key in kernels]
 
     monkeypatch.setattr(replays, "_replays", replay)
     return gpus
@@ -70,7 +69,7 @@ def test_the_same_kernel_for_two_gpus_of_an_architecture_is_made_once(run, asked
 
 
 def test_list_says_what_there_is(run, asked, tmp_path):
-    kernel = Kernel(MODULE + "triton_merge", "_merge", "sm_90", OPTIONS, 32 * "b")
+    kernel = Kernel(MODULE + "triton_merge", "_merge", "sm_90", 32 * "b", NONE)
     store.write(kernel.file(tmp_path), b"")
     other = kernel.file(tmp_path).parents[2] / "triton_tile._tile" / (32 * "a") / "kernel"
     other.parent.mkdir(parents=True)
