@@ -23,6 +23,9 @@ from ..kernels.cute.program import Program
 from ..kernels.triton_store import Kernel
 from .models import Attend, Model, Score, Select, WrongModel
 
+META = "meta"
+"""Where tensors lie that have no memory."""
+
 NUMBER = 0.5
 """A scale: which one makes no difference to kernels."""
 
@@ -39,39 +42,39 @@ def kernels_of(models: Mapping[str, Model], gpu: StandIn) -> list[Program | Kern
     with stand_in(gpu), runtime.recording() as programs, triton_store.recording(gpu.arch) as kernels:
         for name, model in models.items():
             try:
-                call(model, gpu.arch)
+                _call(model, gpu.arch)
             except (TypeError, ValueError) as error:
                 raise WrongModel(f"{name}: {error}") from error
         return [*programs, *kernels.values()]
 
 
-def call(model: Model, arch: str, device: str = "meta") -> None:
-    """Every call of a model, on tensors that are not initialised."""
+def _call(model: Model, arch: str) -> None:
+    """Every call of a model."""
     e4m3 = fp8.FNUZ if arch == "gfx942" else fp8.FN
     if model.score is not None:
-        _score(model.score, e4m3, device)
+        _score(model.score, e4m3)
     if model.select is not None:
-        _select(model.select, device)
+        _select(model.select)
     if model.attend is not None:
-        _write(model.attend, e4m3, device)
-        _attend(model.attend, model.select, e4m3, device)
+        _write(model.attend, e4m3)
+        _attend(model.attend, model.select, e4m3)
 
 
-def _score(score: Score, e4m3: torch.dtype, device: str) -> None:
+def _score(score: Score, e4m3: torch.dtype) -> None:
     for rows, keys, clean, with_scale in itertools.product(score.rows, score.keys, score.clean_logits, score.q_scale):
-        q = torch.empty(rows, score.heads, score.head_dim, dtype=e4m3, device=device)
-        k = torch.empty(keys, score.head_dim, dtype=e4m3, device=device)
-        k_scale = torch.empty(keys, device=device)
-        weights = torch.empty(rows, score.heads, device=device)
-        window = _int32(device, rows), _int32(device, rows)
+        q = torch.empty(rows, score.heads, score.head_dim, dtype=e4m3, device=META)
+        k = torch.empty(keys, score.head_dim, dtype=e4m3, device=META)
+        k_scale = torch.empty(keys, device=META)
+        weights = torch.empty(rows, score.heads, device=META)
+        window = _int32(rows), _int32(rows)
         q_scale = torch.empty_like(weights) if with_scale else None
         kvscout.fp8_mqa_logits(q, (k, k_scale), weights, *window, clean, q_scale=q_scale)
 
 
-def _select(select: Select, device: str) -> None:
+def _select(select: Select) -> None:
     for rows, keys, is_sorted in itertools.product(select.rows, select.keys, select.sorted):
-        logits = torch.empty(rows, keys, device=device)
-        starts, ends = _int32(device, rows), _int32(device, rows)
+        logits = torch.empty(rows, keys, device=META)
+        starts, ends = _int32(rows), _int32(rows)
         kvscout.topk_indices(logits, select.k, starts=starts, ends=ends, sorted=is_sorted)
 
 
@@ -85,44 +88,44 @@ class _Caches(NamedTuple):
     scale: Tensor | float | None
 
 
-def _caches(attend: Attend, e4m3: torch.dtype, device: str) -> Iterator[_Caches]:
+def _caches(attend: Attend, e4m3: torch.dtype) -> Iterator[_Caches]:
     for layout, page, kind, pool in itertools.product(attend.layouts, attend.pages, attend.caches, attend.pool):
         if kind not in ("e4m3", attend.dtype):
             continue
         dtype = e4m3 if kind == "e4m3" else getattr(torch, kind)
-        keys, values = paging.new_caches(layout, pool, attend.kv_heads, page, attend.head_dim, dtype, device)
+        keys, values = paging.new_caches(layout, pool, attend.kv_heads, page, attend.head_dim, dtype)
         for scales in attend.scales if kind == "e4m3" else ("none",):
-            yield _Caches(layout, page, keys, values, _scale(scales, attend.kv_heads, pool, page, device))
+            yield _Caches(layout, page, keys, values, _scale(scales, attend.kv_heads, pool, page))
 
 
-def _scale(kind: str, kv_heads: int, pool: int, page: int, device: str) -> Tensor | float | None:
+def _scale(kind: str, kv_heads: int, pool: int, page: int) -> Tensor | float | None:
     if kind == "none":
         return None
     if kind == "number":
         return NUMBER
     shapes: dict[str, Sequence[int]] = {"tensor": (1,), "head": (kv_heads,), "token": (pool, kv_heads, page)}
-    return torch.empty(*shapes[kind], device=device)
+    return torch.empty(*shapes[kind], device=META)
 
 
-def _write(attend: Attend, e4m3: torch.dtype, device: str) -> None:
-    for caches, tokens in itertools.product(_caches(attend, e4m3, device), attend.written_tokens):
+def _write(attend: Attend, e4m3: torch.dtype) -> None:
+    for caches, tokens in itertools.product(_caches(attend, e4m3), attend.written_tokens):
         shape = (tokens, attend.kv_heads, attend.head_dim)
-        k, v = (torch.empty(shape, dtype=getattr(torch, attend.dtype), device=device) for _ in "kv")
-        slots = torch.empty(tokens, dtype=getattr(torch, attend.slot_dtype), device=device)
+        k, v = (torch.empty(shape, dtype=getattr(torch, attend.dtype), device=META) for _ in "kv")
+        slots = torch.empty(tokens, dtype=getattr(torch, attend.slot_dtype), device=META)
         kvscout.write_kv_cache(
             k, v, caches.keys, caches.values, slots,
             k_scale=caches.scale, v_scale=caches.scale, kv_layout=caches.layout,
         )  # fmt: skip
 
 
-def _attend(attend: Attend, select: Select | None, e4m3: torch.dtype, device: str) -> None:
+def _attend(attend: Attend, select: Select | None, e4m3: torch.dtype) -> None:
     sizes = itertools.product(attend.batches, attend.query_lengths, attend.max_blocks)
-    for caches, (batch, query_length, blocks) in itertools.product(_caches(attend, e4m3, device), sizes):
-        lengths, tables = _int32(device, batch), _int32(device, batch, blocks)
+    for caches, (batch, query_length, blocks) in itertools.product(_caches(attend, e4m3), sizes):
+        lengths, tables = _int32(batch), _int32(batch, blocks)
         _decode(attend, caches, lengths, tables, query_length)
         if select is None:
             continue
-        selected = _int32(device, batch * query_length, select.k)
+        selected = _int32(batch * query_length, select.k)
         if select.block_size == 1:
             found = selection.gather_tokens(
                 selected, caches.keys, caches.values, attend.kv_heads, tables, lengths,
@@ -141,17 +144,17 @@ def _decode(attend: Attend, caches: _Caches, lengths: Tensor, tables: Tensor, qu
         sliding_window=attend.sliding_window, query_length=query_length, batch_invariant=attend.batch_invariant,
     )  # fmt: skip
     shape = (lengths.shape[0] * query_length, attend.query_heads, attend.head_dim)
-    query = torch.empty(shape, dtype=getattr(torch, attend.dtype), device=lengths.device)
-    sinks = torch.empty(attend.query_heads, device=lengths.device) if attend.sinks else None
+    query = torch.empty(shape, dtype=getattr(torch, attend.dtype), device=META)
+    sinks = torch.empty(attend.query_heads, device=META) if attend.sinks else None
     for with_lse, most in itertools.product(attend.lse, attend.max_context_length):
         kvscout.pa_decode(
             torch.empty_like(query), query, caches.keys, caches.values, lengths, tables, NUMBER, query_length,
             work_plan=plan, key_scale=caches.scale, value_scale=caches.scale, sinks=sinks,
             sliding_window=attend.sliding_window, causal=attend.causal,
-            lse=torch.empty(shape[:2], device=lengths.device) if with_lse else None,
+            lse=torch.empty(shape[:2], device=META) if with_lse else None,
             max_context_length=most, kv_layout=caches.layout,
         )  # fmt: skip
 
 
-def _int32(device: str, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=device)
+def _int32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=META)
