@@ -93,7 +93,7 @@ def _caches(attend: Attend, e4m3: torch.dtype) -> Iterator[_Caches]:
         if kind not in ("e4m3", attend.dtype):
             continue
         dtype = e4m3 if kind == "e4m3" else getattr(torch, kind)
-        keys, values = paging.new_caches(layout, pool, attend.kv_heads, page, attend.head_dim, dtype)
+        keys, values = paging.new_caches(layout, pool, attend.kv_heads, page, attend.head_dim, dtype, META)
         for scales in attend.scales if kind == "e4m3" else ("none",):
             yield _Caches(layout, page, keys, values, _scale(scales, attend.kv_heads, pool, page))
 
