@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +45,43 @@ GPUS = {
     ),
 }
 
+NUM_SMS = {
+    # A100: NVIDIA A100 Tensor Core GPU Architecture, table of SMs. H100 SXM and H200: as the driver counts them.
+    "sm_80": 108,
+    "sm_90": 132,
+    # MI300X and MI325X; MI350X and MI355X: AMD's data sheets, compute units.
+    "gfx942": 304,
+    "gfx950": 256,
+}
+"""Streaming multiprocessors (compute units on AMD) of the GPU that an architecture is usually served on."""
+
 # Streaming multiprocessors assumed for plans that are made where there is no GPU (tests, CPU runs): an H200's.
 DEFAULT_NUM_SMS = 132
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A GPU that is not here: its architecture as :func:`arch_of` would give it, and its multiprocessors."""
+
+    arch: str
+    num_sms: int
+
+
+_stand_in: StandIn | None = None
+
+
+@contextlib.contextmanager
+def stand_in(gpu: StandIn) -> Iterator[None]:
+    """Within the context, tensors on the "meta" device count as lying on this GPU: they have shapes and no memory.
+
+    For a process that does nothing else: checks and choices that were made for one GPU are remembered.
+    """
+    global _stand_in
+    before, _stand_in = _stand_in, gpu
+    try:
+        yield
+    finally:
+        _stand_in = before
 
 
 @functools.cache
@@ -58,7 +95,7 @@ def _arch_of_index(index: int) -> str:
 def arch_of(device: torch.device) -> str:
     """``"cpu"``, ``"sm_90"``, ``"gfx942"``, ...: what variants and tuned tables are keyed by."""
     if device.type != "cuda":
-        return device.type
+        return _stand_in.arch if _stand_in is not None and device.type == "meta" else device.type
     return _arch_of_index(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -70,7 +107,7 @@ def _sms_of_index(index: int) -> int:
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors (compute units on AMD) of ``device``; an H200's 132 for the CPU."""
     if device.type != "cuda":
-        return DEFAULT_NUM_SMS
+        return _stand_in.num_sms if _stand_in is not None and device.type == "meta" else DEFAULT_NUM_SMS
     return _sms_of_index(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -33,10 +33,14 @@ SETTINGS = (
     Setting(
         "KVSCOUT_CACHE_DIR",
         "~/.cache/kvscout",
-        "folder of the compiled CuTe DSL kernels: where they are looked for, and written",
+        "folder of the compiled CuTe DSL kernels, where they are looked for, and written; also of Triton kernels that "
+        "were compiled ahead of time",
     ),
     Setting(
-        "KVSCOUT_AOT_ONLY", "0", "1 makes a CuTe DSL kernel that is not in that folder an error: nothing is compiled"
+        "KVSCOUT_AOT_ONLY",
+        "0",
+        "1 makes a CuTe DSL kernel that is not in that folder an error: none is compiled; all does so with Triton "
+        "kernels too",
     ),
     Setting(
         "KVSCOUT_PA_CLUSTER_MERGE",
@@ -89,12 +93,17 @@ def cache_variable() -> str:
 
 
 def aot_only() -> bool:
-    """Whether kernels must have been compiled ahead of time.
+    """Whether CuTe DSL kernels must have been compiled ahead of time.
 
     Raises:
-        WrongVariable: the variable says neither yes nor no.
+        WrongVariable: the variable says neither yes nor no, nor "all".
     """
-    return _switch("KVSCOUT_AOT_ONLY", "0")
+    return triton_aot_only() or _switch("KVSCOUT_AOT_ONLY", "0", "all")
+
+
+def triton_aot_only() -> bool:
+    """Whether Triton kernels must have been, too."""
+    return os.environ.get("KVSCOUT_AOT_ONLY", "").lower() == "all"
 
 
 def pa_cluster_merge() -> bool:
@@ -106,10 +115,11 @@ def pa_cluster_merge() -> bool:
     return _switch("KVSCOUT_PA_CLUSTER_MERGE", "1")
 
 
-def _switch(name: str, default: str) -> bool:
+def _switch(name: str, default: str, *others: str) -> bool:
     value = os.environ.get(name, default)
     if value.lower() not in (*ON, *OFF):
-        raise WrongVariable(f"{name}: expected 0, 1, true, false, on, off, yes or no, got {value!r}")
+        words = ("0", "1", "true", "false", "on", "off", "yes", "no", *others)
+        raise WrongVariable(f"{name}: expected {', '.join(words[:-1])} or {words[-1]}, got {value!r}")
     return value.lower() in ON
 
 

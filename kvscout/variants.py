@@ -113,6 +113,17 @@ def _backend_refusal(backend: str, arch: str) -> str | None:
     return None
 
 
+def _look_for_prepared_kernels() -> None:
+    """Have Triton look for kernels that were compiled ahead of time; one whose inner parts have moved does without."""
+    try:
+        from .kernels import triton_store
+    except ImportError:
+        if env.triton_aot_only():
+            raise
+    else:
+        triton_store.install()
+
+
 _OBSERVERS: list[Counter[tuple[str, str]]] = []
 
 
@@ -158,6 +169,8 @@ class Family:
             if missing.name is None or missing.name.partition(".")[0] == __package__.partition(".")[0]:
                 raise
             return f"needs the Python package {missing.name!r}, which is not installed"
+        if name.startswith("triton_") and not env.triton_interpret():
+            _look_for_prepared_kernels()
         summary = (module.__doc__ or "").strip().partition("\n")[0]
         variant: Variant = module.VARIANT
         return replace(variant, name=name, summary=summary)

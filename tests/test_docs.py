@@ -18,6 +18,7 @@ DOCS = (
     "docs/numerics.md",
     "docs/performance.md",
     "docs/porting.md",
+    "docs/prebuilt-kernels.md",
     "docs/shapes-csv.md",
     "docs/support-matrix.md",
 )

@@ -54,13 +54,20 @@ def test_a_relative_cache_dir_is_below_the_current_one(monkeypatch, tmp_path):
     ("value", "expected"),
     [
         *((value, False) for value in (None, "0", "", "False", "off", "no")),
-        *((value, True) for value in ("1", "ON", "true", "yes")),
+        *((value, True) for value in ("1", "ON", "true", "yes", "all", "ALL")),
     ],
 )
 def test_aot_only(monkeypatch, value, expected):
     if value is not None:
         monkeypatch.setenv("KVSCOUT_AOT_ONLY", value)
     assert env.aot_only() is expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("1", False), ("all", True), ("All", True)])
+def test_only_all_is_for_triton_too(monkeypatch, value, expected):
+    if value is not None:
+        monkeypatch.setenv("KVSCOUT_AOT_ONLY", value)
+    assert env.triton_aot_only() is expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, []), ("", []), ("ccache gcc", ["ccache", "gcc"])])
@@ -74,7 +81,7 @@ def test_c_compiler(monkeypatch, value, expected):
 @pytest.mark.parametrize(
     ("variable", "value", "read", "message"),
     [
-        ("KVSCOUT_AOT_ONLY", "2", env.aot_only, "expected 0, 1, true, false, on, off, yes or no, got '2'"),
+        ("KVSCOUT_AOT_ONLY", "2", env.aot_only, "expected 0, 1, true, false, on, off, yes, no or all, got '2'"),
         ("CC", 'cc "', env.c_compiler, "expected a command as in a shell, got 'cc \"': No closing quotation"),
         ("KVSCOUT_CACHE_DIR", "~no-such-user/x", env.cache_dir, "'~no-such-user/x' has no home folder; set KVSCOUT_"),
         ("XDG_CACHE_HOME", "~no-such-user", env.cache_dir, "'~no-such-user' has no home folder; set KVSCOUT_"),

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ..kernels.triton_store import AbsentGpu
 from ..variants import Choice
 from .case import Prepared
 
@@ -30,15 +31,6 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 """Architectures that kernels can be compiled for, by the name that :func:`kvscout.device.arch_of` gives them."""
-
-
-class _AbsentGpu:
-    """What Triton asks its driver for at a launch, answered for a GPU that is not here."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.get_current_target = lambda: target
-        self.get_current_device = lambda: hash((target.backend, target.arch))
-        self.get_current_stream = lambda device: 0
 
 
 @contextmanager
@@ -54,7 +46,7 @@ def compiling_for(arch: str) -> Iterator[list[Any]]:
 
     # Not driver.reset_active(): without a GPU there is no default driver to go back to.
     active = driver._active
-    driver.set_active(_AbsentGpu(TARGETS[arch]))
+    driver.set_active(AbsentGpu(TARGETS[arch]))
     JITFunction.run = compile_only
     try:
         yield compiled

@@ -132,6 +132,16 @@ def test_a_kernel_that_another_run_has_just_made_is_kept(programs, tmp_path):
     assert aot._state(True, True, built) == "kept"
 
 
+def test_a_disk_that_is_full_fails_one_kernel(programs, tmp_path, monkeypatch):
+    def full(*names):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.os, "replace", full)
+    built = aot._compile(programs[0], aot._file(tmp_path, programs[0]))
+    assert built.error == "OSError: [Errno 28] No space left on device"
+    assert files(tmp_path) == []
+
+
 def test_a_damaged_file_is_listed_as_such(run, programs, tmp_path):
     path = aot._file(tmp_path, programs[0])
     path.parent.mkdir(parents=True)

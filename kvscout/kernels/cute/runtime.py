@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,26 @@ _COMPILING = threading.Lock()
 
 _FAILED: dict[Program, str] = {}
 """Why a kernel could not be made or loaded in this process, which does not try again."""
+
+_recorded: list[Program] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Program]]:
+    """Within the context every kernel can be had, and none does anything: the list collects which were asked for.
+
+    For a process that does nothing else: variants keep what they were given.
+    """
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+def _does_nothing(*arguments: object) -> None:
+    """What stands for a kernel while they are recorded."""
 
 
 def unavailable(programs: Iterable[Program]) -> str | None:
@@ -38,6 +60,8 @@ def refusal(program: Program) -> str | None:
 
     With KVSCOUT_AOT_ONLY it is :class:`~kvscout.errors.Required` where nothing but a file that loads is missing.
     """
+    if _recorded is not None:
+        return None
     if sentence := _FAILED.get(program):
         return Required(sentence) if env.aot_only() else sentence
     return _refusal(program)
@@ -84,6 +108,9 @@ def load(program: Program) -> Callable[..., Any]:
         KernelUnavailable: there is no file that loads, and none can be made. The process remembers it: :func:`refusal`
             says so from then on, and nothing is tried again.
     """
+    if _recorded is not None:
+        _recorded.append(program)
+        return _does_nothing
     if reason := refusal(program):
         raise KernelUnavailable(f"{program.name}: {reason}")
     cuda_runtime.share()
@@ -107,7 +134,10 @@ def _loaded(program: Program) -> Callable[..., Any]:
             return _function(program, path)
         except KernelUnavailable as error:
             failures.append(str(error))
-    raise KernelUnavailable("; ".join([*failures, reason]))
+    # No failure: the file that was there a moment ago is gone.
+    raise KernelUnavailable(
+        "; ".join([*failures, reason]) if failures else f"{program.name}: {_absent(program, reason)}"
+    )
 
 
 def _compiled(program: Program) -> Callable[..., Any]:
@@ -144,8 +174,17 @@ def _compiled_in(root: Path, program: Program) -> Callable[..., Any]:
             if program in _FAILED:
                 raise KernelUnavailable(f"{program.name}: {_FAILED[program]}")
             _compile(program, path)
-            function = _function(program, path)
+            function = _function_just_written(program, path)
     return function
+
+
+def _function_just_written(program: Program, path: Path) -> Callable[..., Any]:
+    try:
+        return _function(program, path)
+    except KernelUnavailable as error:
+        if store.is_whole(path):
+            raise
+        raise FileNotFoundError(errno.ENOENT, f"{path.name} is gone, or was changed, since it was written") from error
 
 
 def _compile(program: Program, path: Path) -> None:

@@ -1,7 +1,8 @@
 """Where the files of kernels lie, and how they are written and checked.
 
 ``<cache>/<arch>-<machine>/<kernel>/<fingerprint>/cute-<version>.so``: a folder that holds nothing else, and that can be
-copied to another machine. A file ends in the SHA-256 of the rest: to load a truncated library would kill the process.
+copied to another machine. A file ends in the SHA-256 of the rest and of its place, the last four names of its path: to
+load a truncated library would kill the process, and one that was made of other sources would be a wrong kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from .program import ARCH, Program, fingerprint
 
 SEAL = b"\nkvscout kernel, sha256: "
 SEAL_BYTES = len(SEAL) + hashlib.sha256().digest_size
+
+PLACE = 4
+"""Names at the end of a file's path that say what it is for."""
 
 
 def folder(root: Path, program: Program) -> Path:
@@ -61,7 +65,7 @@ def write(path: Path, library: bytes) -> None:
     handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(library + SEAL + hashlib.sha256(library).digest())
+            stream.write(library + _seal(path, library))
             # mkstemp's files are for their owner alone; a cache may be shared.
             os.fchmod(stream.fileno(), 0o755)
         os.replace(name, path)
@@ -71,14 +75,25 @@ def write(path: Path, library: bytes) -> None:
         raise
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a file is there, readable, and as it was written."""
+def read(path: Path) -> bytes | None:
+    """What was written into a file; None where it is not there, not readable, changed, or in another's place."""
     try:
         content = path.read_bytes()
     except OSError:
-        return False
+        return None
     library, seal = content[:-SEAL_BYTES], content[-SEAL_BYTES:]
-    return seal == SEAL + hashlib.sha256(library).digest()
+    return library if seal == _seal(path, library) else None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there, readable, as it was written, and where it was written."""
+    return read(path) is not None
+
+
+def _seal(path: Path, library: bytes) -> bytes:
+    digest = hashlib.sha256("/".join(path.parts[-PLACE:]).encode())
+    digest.update(library)
+    return SEAL + digest.digest()
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class PaDecodeCase:
         "sinks": ("", "ends", "plain"),
         "odd": (
             "magnitudes", "shared", "strided", "misaligned", "large", "tiny", "huge", "wild", "sparse", "no_lse",
-            "peaked",
+            "peaked", "contrast",
         ),
     }  # fmt: skip
     LEAST: ClassVar[Mapping[str, int]] = {

@@ -4,6 +4,7 @@ No kernel can be launched without a GPU. What a loaded one does without it is to
 they are not on a CUDA device: that is how these tests know that it is the right function.
 """
 
+import shutil
 import threading
 import tomllib
 import warnings
@@ -20,6 +21,14 @@ pytestmark = [
     pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
     pytest.mark.skipif(not toolchain.has_loader(), reason="needs tvm-ffi"),
 ]
+
+
+@pytest.fixture
+def compiler():
+    """Imported late: where it cannot be, these tests are skipped."""
+    from kvscout.kernels.cute import compiler
+
+    return compiler
 
 
 def works(function):
@@ -76,6 +85,76 @@ def test_a_truncated_file_is_compiled_again(add, path, library, compiled, kept):
     path.write_bytes(path.read_bytes()[:kept])
     assert works(runtime.load(add))
     assert len(compiled) == 1
+
+
+def test_garbage_is_compiled_again(add, path, compiled):
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"garbage" * 10000)
+    assert works(runtime.load(add))
+    assert len(compiled) == 1
+
+
+def test_a_kernel_of_other_sources_in_its_place_is_compiled_again(add, path, cache, spec, library, compiled):
+    older = store.file(cache, Program(add.name, add.builder, spec(threads=64)), toolchain.dsl_version())
+    store.write(older, library)
+    shutil.copytree(older.parent, path.parent)
+    assert works(runtime.load(add))
+    assert compiled == [(add, path)]
+    assert store.is_whole(path)
+
+
+def test_a_folder_that_vanishes_while_it_is_compiled_is_made_again(add, path, cache, library, monkeypatch, compiler):
+    def compile_to(program, path):
+        shutil.rmtree(cache)
+        store.write(path, library)
+
+    monkeypatch.setattr(compiler, "compile_to", compile_to)
+    assert works(runtime.load(add))
+    assert store.is_whole(path)
+
+
+def test_a_file_that_vanishes_once_it_is_written_is_said_and_done_without(add, cache, library, monkeypatch, compiler):
+    asked = []
+
+    def compile_to(program, path):
+        asked.append(path)
+        store.write(path, library)
+        if path.is_relative_to(cache):
+            shutil.rmtree(cache)
+
+    monkeypatch.setattr(compiler, "compile_to", compile_to)
+    with pytest.warns(UserWarning, match=rf"^{cache} cannot be written \(cute-.*so is gone, or was changed, since it "):
+        assert works(runtime.load(add))
+    assert [path.is_relative_to(cache) for path in asked] == [True, False]
+
+
+def test_a_folder_in_the_file_s_place_is_said_and_done_without(add, path, cache, compiled):
+    path.mkdir(parents=True)
+    with pytest.warns(UserWarning, match=rf"^{cache} cannot be written \(Is a directory\)"):
+        assert works(runtime.load(add))
+    assert len(compiled) == 2
+
+
+def test_ahead_of_time_only_a_file_that_vanishes_is_named(add, path, cache, library, monkeypatch):
+    monkeypatch.setenv("KVSCOUT_AOT_ONLY", "1")
+    store.write(path, library)
+    assert runtime.refusal(add) is None
+    shutil.rmtree(cache)
+    with pytest.raises(KernelUnavailable, match=rf"^add: {cache} holds no add of these sources .* KVSCOUT_AOT_ONLY is"):
+        runtime.load(add)
+    assert isinstance(runtime.refusal(add), Required)
+
+
+def test_while_kernels_are_recorded_every_one_can_be_had_and_none_is_made(add, cache, spec, no_dsl, monkeypatch):
+    monkeypatch.setattr(toolchain, "has_loader", lambda: False)
+    other = Program(add.name, add.builder, spec(threads=64))
+    with runtime.recording() as asked:
+        assert [runtime.refusal(add), runtime.refusal(other)] == [None, None]
+        for program in (add, other, add):
+            assert runtime.load(program)(torch.zeros(1), 5) is None
+    assert asked == [add, other]
+    assert not cache.exists()
+    assert runtime.refusal(add) == toolchain.NO_LOADER
 
 
 def test_a_file_that_does_not_load_is_compiled_again_and_said(add, path, compiled):
@@ -169,9 +248,7 @@ def test_cc_that_is_no_command_is_no_c_compiler(add, cache, monkeypatch):
     assert "and CC: expected a command as in a shell, got 'cc \"'" in runtime.refusal(add)
 
 
-def test_threads_that_want_a_kernel_that_fails_try_once(add, cache, monkeypatch):
-    from kvscout.kernels.cute import compiler
-
+def test_threads_that_want_a_kernel_that_fails_try_once(add, cache, monkeypatch, compiler):
     tried, failures, barrier = [], [], threading.Barrier(3)
 
     def load():

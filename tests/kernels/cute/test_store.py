@@ -2,6 +2,9 @@
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -43,6 +46,69 @@ def test_neither_is_what_is_not_a_file(file):
     assert not store.is_whole(file.parent)
     assert not store.is_whole(file.parent / "missing")
     assert not store.is_whole(file / "below")
+
+
+def test_a_file_in_another_s_place_is_not(file, tmp_path):
+    """A kernel of other sources would load, and be wrong."""
+    other = tmp_path / "some" / "other" / file.name
+    other.parent.mkdir()
+    shutil.copy(file, other)
+    assert not store.is_whole(other)
+    # A cache that is copied as a whole is as good as before.
+    copy = shutil.copytree(tmp_path, tmp_path.parent / "copies" / "of" / tmp_path.name)
+    assert store.read(copy / file.relative_to(tmp_path)) == b"library" * 100
+
+
+def test_a_folder_in_its_place_is_an_error_of_writing(file):
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(IsADirectoryError):
+        store.write(file, b"library")
+    assert list(file.parent.iterdir()) == [file]
+
+
+WRITE = """
+import resource, sys
+from pathlib import Path
+from kvscout.kernels.cute import store
+if limit := int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+while True:
+    store.write(Path(sys.argv[1]), sys.argv[3].encode() * (1 << 20))
+"""
+
+
+def writer(root, file, letter, limit=0):
+    words = [sys.executable, "-c", WRITE, str(file), str(limit), letter]
+    return subprocess.Popen(words, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE)
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(root, file):
+    """A limit on the size of files stands for the disk."""
+    before = file.read_bytes()
+    process = writer(root, file, "a", limit=10000)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert b"File too large" in error
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.slow
+def test_while_processes_write_and_are_killed_a_reader_sees_whole_files(root, file):
+    processes = [writer(root, file, letter) for letter in "ab"]
+    seen, deadline = set(), time.monotonic() + 60
+    try:
+        while not {b"a", b"b"} <= seen and time.monotonic() < deadline:
+            content = store.read(file)
+            assert content is not None
+            seen.add(content[:1])
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert {b"a", b"b"} <= seen
+    assert store.is_whole(file)
 
 
 def test_a_write_that_fails_leaves_what_was_there(file, monkeypatch):
