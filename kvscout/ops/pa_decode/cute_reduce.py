@@ -4,6 +4,9 @@ Partial results are added up in float32 in one order, whoever adds them: four ch
 the chains. A warp merges a row of few partitions by itself; of many, each of a block's four warps takes a chain.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -154,7 +157,7 @@ def _load_part(data, at, k, count, lane):
     return ptx.load_or_zero(data.partial_out + (at + k) * ROW_BYTES + lane * 16, there, 4)
 
 
-def _over_lanes(x, together):
+def _over_lanes(x: Any, together: Callable[[Any, Any], Any]) -> Any:
     """What all lanes' values make ``together``."""
     for distance in range(5):
         x = together(x, ptx.exchange(x, 1 << distance))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvscout.kernels.cute import toolchain
-from kvscout.ops.pa_decode.cute_tile import DIM, THREADS, Tile
+from kvscout.ops.pa_decode.cute_tile import DIM, STEP, THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import CACHES, VARIANT
 
 pytestmark = [
@@ -88,18 +88,25 @@ def test_products_are_as_many_matrix_instructions_as_they_need(programs):
         tile = made.tile
         k, word = (32, "QGMMA") if tile.is_e4m3 else (16, "HGMMA")
         places = made.decode.places(word)
-        scores, outputs = tile.halves * (DIM // k), DIM // 64 * (tile.halves * 64 // k)
+        if tile.by_rows:
+            # Two halves of a step's tokens, then its values; each number of a sum, and of probabilities one more.
+            parts = 2 if tile.is_e4m3 else 1
+            scores, outputs = 2 * parts * (DIM // k), (parts + tile.is_e4m3) * (STEP // k)
+            columns = [*[STEP // 2] * scores, *[DIM] * outputs]
+        else:
+            # Outputs of probabilities, and where they are e4m3 of their finer terms.
+            scores, outputs = tile.halves * (DIM // k), DIM // 64 * (tile.halves * 64 // k) * (1 + tile.is_e4m3)
+            columns = [tile.columns] * (scores + outputs)
         assert len(places) == scores + outputs, tile.name
-        assert all(f"64x{tile.columns}x{k}" in made.decode.opcodes[place] for place in places), tile.name
+        for place, count in zip(places, columns, strict=True):
+            assert f"64x{count}x{k}" in made.decode.opcodes[place], tile.name
         assert made.decode.places("HMMA", "IMMA") == [], tile.name
 
 
-def test_pages_and_partial_results_are_copied_in_bulk(programs):
+def test_pages_are_copied_in_bulk(programs):
     for made in programs:
         # One loop for keys and values; the compiler may write it twice.
         assert made.decode.places("UBLKCP"), made.tile.name
-        # A row's first partial results, and those of a later part.
-        assert len(made.reduce.places("UBLKCP")) == 2, made.tile.name
         assert bool(made.decode.places("LDGSTS")) == made.tile.token_scales, made.tile.name
 
 
@@ -112,11 +119,12 @@ def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(pro
         (wait,) = made.reduce.places("ACQBULK")
         early = [place for place in made.reduce.places(*memory) if place < wait]
         assert [made.reduce.opcodes[place].partition(".")[0] for place in early] == ["LDG", "LDG"], made.tile.name
-        # The next kernel may start when the last step has been read; the merge has no reason to wait.
+        # The next kernel may start when the last step has been read; blocks in pairs leave it to the merge.
         (trigger,) = made.decode.places("PREEXIT")
         assert trigger > max(made.decode.places("QGMMA", "HGMMA")), made.tile.name
         (trigger,) = made.reduce.places("PREEXIT")
-        assert trigger < made.reduce.places("UBLKCP")[0], made.tile.name
+        loads = made.reduce.places("LDG")
+        assert trigger > loads[-1] if made.tile.blocks > 1 else trigger < loads[2], made.tile.name
 
 
 def test_nothing_divides(programs):

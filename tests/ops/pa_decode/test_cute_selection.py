@@ -47,11 +47,12 @@ def every_kernel(monkeypatch):
         ({"num_heads": 128, "num_kv_heads": 8, "capacity": 17}, Config(16, 2, 2)),
         ({"num_heads": 17}, Config(32, 4)),
         ({"query_length": 2}, Config(32, 4)),
-        ({"query_length": 4}, Config(64, 4)),
-        ({"query_length": 9}, Config(64, 4)),
+        ({"query_length": 4}, Config(64, 4, by_rows=True)),
+        ({"query_length": 9}, Config(64, 4, by_rows=True)),
+        ({"query_length": 4, "key_scale": TOKEN}, Config(64, 4)),
         ({"cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
         ({"cache_dtype": torch.bfloat16, "capacity": 4}, Config(16, 2)),
-        ({"cache_dtype": torch.float16, "dtype": torch.float16, "query_length": 3}, Config(64, 2)),
+        ({"cache_dtype": torch.float16, "dtype": torch.float16, "query_length": 3}, Config(64, 2, by_rows=True)),
     ],
 )
 def test_a_call_gets_its_config(words, config, every_kernel):
@@ -109,10 +110,10 @@ def test_auto_falls_back_to_triton(every_kernel):
     assert FAMILY.choose(problem(**sixteen, capacity=70_000)).variant.name == NAME
 
 
-def test_e4m3_caches_are_attended_to_in_sums_of_two_by_name_alone(every_kernel):
-    """Their probabilities lose what is small beside one that is large."""
-    assert FAMILY.choose(problem()).variant.name == "triton_tile"
-    assert FAMILY.choose(problem(), NAME).variant.name == NAME
+@pytest.mark.parametrize("dtype", [FN, torch.bfloat16, torch.float16])
+def test_it_is_what_auto_takes(dtype, every_kernel):
+    asked = problem(cache_dtype=dtype, dtype=torch.bfloat16 if dtype == FN else dtype)
+    assert FAMILY.choose(asked).variant.name == NAME
 
 
 def caches(layout="chunked", blocks=3, heads=2, page=32, dtype=FN):

@@ -129,7 +129,7 @@ def test_shared_memory_holds_everything_apart_and_aligned(tile):
     ring = tile.stages * tile.stage_bytes
     assert (places.keys, places.values, places.queries) == (0, ring, 2 * ring)
     assert tile.rows * DIM * 2 == tile.query_pitch * tile.chunks
-    assert 2 * tile.exchange_bytes <= ring
+    assert 2 * tile.exchange_bytes <= 2 * ring
     begins = [place for name, place in zip(places._fields, places, strict=True) if name not in ("exchange", "size")]
     assert begins == sorted(begins)
     assert all(place % 16 == 0 for place in places)
@@ -154,8 +154,9 @@ def test_descriptors_walk_the_operands_as_they_lie(tile):
         assert at == key_at(token, chunk)
     # Values: pages one after the other, each [tokens / x, D, x].
     parity = [0] if tile.alternate else [0, 1]
-    for group, piece, d in itertools.product(parity, range(STEP // 16), range(DIM)):
-        first = 16 * piece + (0 if tile.alternate else 8 * group)
+    spacing = tile.tokens_of_piece * len(parity)
+    for group, piece, d in itertools.product(parity, range(STEP // spacing), range(DIM)):
+        first = spacing * piece + 8 * group
         page, in_page = divmod(first, tile.page)
         lies_at = page * tile.page_bytes + (in_page // x * DIM + d) * 16
         assert lies_at == group * DIM * 16 + piece * tile.value_leading + d * 16

@@ -81,14 +81,13 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _configs(cache: torch.dtype, page: int, token_scales: bool) -> list[Config]:
-    """Every config: 16 rows, alone on a multiprocessor and in pairs, then more rows, with products by rows the last."""
+    """Every config: 16 rows, alone on a multiprocessor and in pairs, then more rows."""
     # 128 KB of rings, whose copies hide the latency of memory.
     stages = 4 if cache == fp8.FN else 2
-    alone = [Config(rows, stages) for rows in ROWS]
+    few, more, most = ROWS
     # A pair's registers are just enough, but not for this.
-    pairs = [] if token_scales and page == STEP else [Config(ROWS[0], stages // 2, 2)]
-    by_rows = [] if token_scales else [Config(ROWS[-1], stages, by_rows=True)]
-    return [alone[0], *pairs, *alone[1:], *by_rows]
+    pairs = [] if token_scales and page == STEP else [Config(few, stages // 2, 2)]
+    return [Config(few, stages), *pairs, Config(more, stages), Config(most, stages, by_rows=not token_scales)]
 
 
 def _space(problem: Problem) -> list[Config]:
@@ -105,9 +104,7 @@ def _default_config(problem: Problem) -> Config:
     # With at most one task a multiprocessor, deep rings took up to 13% less time; with more, pairs of blocks 7% to 26%,
     # as one of them loads while the other one ends.
     pairs = problem.capacity * problem.num_kv_heads > DEFAULT_NUM_SMS
-    # With more rows than a block takes, each block has as many as it can.
-    rows = [config for config in fitting if config.by_rows and fitting[0].rows == config.rows]
-    return next((config for config in fitting if pairs and config.blocks == 2), (rows or fitting)[0])
+    return next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
 
 
 def _program(problem: Problem, config: Config) -> Program:
