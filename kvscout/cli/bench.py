@@ -4,8 +4,8 @@ On a GPU, hot times are of ten calls in a CUDA graph on the same buffers; cold t
 inputs in turn where these are small, with L2 flushed in between. min, spread, rates and speed-up are of the cold times
 where there are any; "roof" is the part of the GPU's measured ceiling that was reached. On the CPU the default variants
 are timed, on small cases; "--variant auto" and "--baseline auto" ask for what a call would get. Peers are other
-libraries' kernels: they are checked and timed like variants, on the same inputs in the same run. What fails its check
-gets no figure.
+libraries' kernels, and "torch", the best torch variant: they are checked and timed like variants, on the same inputs in
+the same run. What fails its check gets no figure. docs/shapes-csv.md says what a file of shapes looks like.
 Exit code: 0 all right, 1 something failed its check, 2 bad usage, 130 interrupted.
 """
 
@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from ..device import arch_of
-from ..testing import limits, peers, provenance
-from ..testing.case import BENCH, family, groups
-from ..testing.measure import Measurement, Wanted, measure_case
+from ..testing import limits, peers, provenance, shapes_csv
+from ..testing.case import BENCH, Case, family, groups
+from ..testing.measure import TORCH, Measurement, Wanted, measure_case
 from ..testing.peers import Peer
 from ..testing.summary import Over, means, speedups
 from ..testing.sweep import FAILED, PASSED, REFUSED, SKIPPED, ContextLost
 from ..variants import AUTO
 from . import console
-from .arguments import UsageError, write_json
+from .arguments import UsageError, file_name, write_json
 from .selection import GPU_LOST, Work, add_selection, device, select
 
 COLUMNS = (
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PEER[,PEER...]",
         type=_list,
         default=[],
-        help="also time these other libraries' kernels; one that is not there is named and left out",
+        help="also time these other libraries' kernels, or torch; one that is not there is named and left out",
     )
     parser.add_argument(
         "--baseline",
@@ -78,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     presets = parser.add_argument_group("cases", "which of a GPU's cases to time (default: all); several add up")
     for name, meaning in PRESETS.items():
         presets.add_argument(f"--{name}", dest="presets", action="append_const", const=name, help=meaning)
+    presets.add_argument(
+        "--shapes-csv", metavar="FILE", type=file_name, help="time the cases of this file instead; on the CPU too"
+    )
 
 
 def _list(text: str) -> list[str]:
@@ -93,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cold and where.type == "cpu":
         raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
     levels = limits.bench_levels(where)
-    work = _of_presets(select(args, levels, stand_ins=(AUTO,)), args.presets, levels)
+    given = _given(args)
+    work = _of_presets(select(args, levels, stand_ins=(AUTO,), given=given), args.presets, levels)
     opponents, missing = _opponents(dict.fromkeys(item.case.op for item in work), args, where)
     for sentence in missing.values():
         console.error(sentence)
@@ -106,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     except ContextLost:
         code, stopped = 1, GPU_LOST
     failures = [measurement for measurement in found if measurement.status == FAILED]
-    written = write_json(args.json, _content(args, where, opponents, missing, found) | {"stopped": stopped})
+    content = _content(args, where, opponents, missing, found) | {"stopped": stopped}
+    written = write_json(args.json, content | {"cases": _rows(item.case for item in work)})
     for op, of_op in groupby(found, lambda measurement: measurement.op):
         _table(op, list(of_op), where, args)
     _means(found)
@@ -115,6 +120,22 @@ def run(args: argparse.Namespace) -> int:
     if stopped is not None:
         console.error(stopped)
     return code or int(not written or bool(failures) or not any(measurement.status == PASSED for measurement in found))
+
+
+def _given(args: argparse.Namespace) -> list[Case] | None:
+    """The cases of the file of shapes, where there is one.
+
+    Raises:
+        UsageError: it cannot be read, or a preset is asked for beside it.
+    """
+    if args.shapes_csv is None:
+        return None
+    if args.presets:
+        raise UsageError(f"--{args.presets[0]}: --shapes-csv says which cases to time; leave one of the two out")
+    try:
+        return shapes_csv.read(args.shapes_csv)
+    except shapes_csv.ShapesError as error:
+        raise UsageError(f"--shapes-csv: {error}") from error
 
 
 def _of_presets(work: list[Work], presets: Sequence[str] | None, levels: Sequence[str]) -> list[Work]:
@@ -132,13 +153,15 @@ def _of_presets(work: list[Work], presets: Sequence[str] | None, levels: Sequenc
 
 def _opponents(
     ops: Iterable[str], args: argparse.Namespace, where: torch.device
-) -> tuple[dict[str, list[Peer]], dict[str, str]]:
+) -> tuple[dict[str, dict[str, Peer | None]], dict[str, str]]:
     """The peers to time on each op, and a sentence for each that cannot run here and each op without the baseline.
+
+    They are there by name; "torch" has no :class:`Peer`.
 
     Raises:
         UsageError: a peer or baseline that does not exist.
     """
-    existing = {op: peers.names(op) for op in ops}
+    existing = {op: (*peers.names(op), TORCH) for op in ops}
     every_peer = {name for names in existing.values() for name in names}
     every_variant = {name for op in existing for name in family(op).names}
     for name in args.against:
@@ -149,15 +172,16 @@ def _opponents(
         known = "; ".join(f"{op} has {', '.join((*family(op).names, *names))}" for op, names in existing.items())
         raise UsageError(f"--baseline: there is no {args.baseline!r}; {known}, and 'auto' is what a call would get")
     asked = dict.fromkeys([*([args.baseline] if args.baseline in every_peer else []), *args.against])
-    opponents: dict[str, list[Peer]] = {op: [] for op in existing}
+    opponents: dict[str, dict[str, Peer | None]] = {op: {} for op in existing}
     missing = {}
     for op, names in existing.items():
-        for peer in (peers.load(op, name) for name in asked if name in names):
-            reason = peer.unavailable(arch_of(where))
+        for name in (name for name in asked if name in names):
+            peer = None if name == TORCH else peers.load(op, name)
+            reason = peer and peer.unavailable(arch_of(where))
             if reason is None:
-                opponents[op].append(peer)
+                opponents[op][name] = peer
             else:
-                missing[f"{op} {peer.name}"] = f"{peer.name} is not timed on {op}: {reason}"
+                missing[f"{op} {name}"] = f"{name} is not timed on {op}: {reason}"
         if args.baseline not in (None, AUTO, *family(op).names, *names):
             missing[f"{op} {args.baseline}"] = f"{args.baseline} is no baseline on {op}, which has nothing of that name"
     return opponents, missing
@@ -167,7 +191,7 @@ def _time(
     work: Sequence[Work],
     where: torch.device,
     args: argparse.Namespace,
-    opponents: dict[str, list[Peer]],
+    opponents: dict[str, dict[str, Peer | None]],
     found: list[Measurement],
 ) -> None:
     wanted = Wanted(hot=not args.cold, cold=where.type == "cuda" and not args.hot, sustained=args.sustained)
@@ -181,8 +205,9 @@ def _time(
                 case,
                 where,
                 names if every else None,
-                peers=against,
-                baseline=args.baseline or (against[0].name if against else None),
+                peers=[peer for peer in against.values() if peer is not None],
+                against_torch=TORCH in against,
+                baseline=args.baseline or next(iter(against), None),
                 seed=args.seed,
                 wanted=wanted,
             ):
@@ -277,15 +302,24 @@ def _groups(found: Sequence[Measurement]) -> dict[str, dict[str, frozenset[str]]
     return {op: groups(op) for op in dict.fromkeys(m.op for m in found)}
 
 
+def _rows(cases: Iterable[Case]) -> dict[str, dict[str, dict[str, str]]]:
+    """What a file of shapes says of each case, by op and name: whoever reads a result knows what was timed."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for case in cases:
+        found.setdefault(case.op, {})[case.name] = shapes_csv.row_of(case)
+    return found
+
+
 def _content(
     args: argparse.Namespace,
     where: torch.device,
-    opponents: dict[str, list[Peer]],
+    opponents: dict[str, dict[str, Peer | None]],
     missing: dict[str, str],
     found: Sequence[Measurement],
 ) -> dict[str, Any]:
     """Everything measured, with the rates, speed-ups and means made of it, and where it comes from."""
-    libraries = {peer.name: peer.distributions for of_op in opponents.values() for peer in of_op}
+    every = [peer for of_op in opponents.values() for peer in of_op.values() if peer is not None]
+    libraries = {peer.name: peer.distributions for peer in every}
     return provenance.record(where, args.command_line, libraries) | {
         "seed": args.seed,
         "peers_missing": missing,

@@ -44,10 +44,19 @@ def device(args: argparse.Namespace) -> torch.device:
     return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def select(args: argparse.Namespace, levels: Sequence[str], stand_ins: Sequence[str] = ()) -> list[Work]:
-    """Every selected case of the given levels, with the selected variants of its op.
+def select(
+    args: argparse.Namespace,
+    levels: Sequence[str],
+    stand_ins: Sequence[str] = (),
+    given: Sequence[Case] | None = None,
+) -> list[Work]:
+    """Every selected case, with the selected variants of its op.
 
-    ``stand_ins`` are names that may be asked for in place of a variant, of every op.
+    Args:
+        args: those of :func:`add_selection`.
+        levels: the levels of the cases to select from.
+        stand_ins: names that may be asked for in place of a variant, of every op.
+        given: select from these cases instead, whatever their level.
 
     Raises:
         UsageError: an op, variant or case that does not exist, or a result file that cannot be written.
@@ -58,7 +67,10 @@ def select(args: argparse.Namespace, levels: Sequence[str], stand_ins: Sequence[
     for op in args.ops:
         if op not in known:
             raise UsageError(f"OP: there is no op {op!r}; there are {', '.join(known)}")
-    selected = [op for op in known if not args.ops or op in args.ops]
+    held = known if given is None else [op for op in known if any(case.op == op for case in given)]
+    selected = [op for op in held if not args.ops or op in args.ops]
+    if not selected:
+        raise UsageError(f"OP: none of the given cases is of {' or '.join(args.ops)}; they are of {', '.join(held)}")
     asked: Sequence[str] | None = args.variant
     choices = {op: (*stand_ins, *family(op).names) for op in selected}
     for name in asked or ():
@@ -67,9 +79,9 @@ def select(args: argparse.Namespace, levels: Sequence[str], stand_ins: Sequence[
             raise UsageError(f"--variant: there is no {name!r}; {existing}")
     names = {op: [n for n in choices[op] if n in asked] if asked else family(op).names for op in selected}
     having = [op for op in selected if names[op]]
-    work = [Work(case, names[op]) for op in having for case in cases(op, levels) if args.case in case.name]
+    source = {op: cases(op, levels) if given is None else [case for case in given if case.op == op] for op in having}
+    work = [Work(case, names[op]) for op in having for case in source[op] if args.case in case.name]
     if not work:
-        raise UsageError(
-            f"--case: no case of {', '.join(having)} at level {' or '.join(levels)} has {args.case!r} in its name"
-        )
+        origin = f"at level {' or '.join(levels)}" if given is None else "of those that are given"
+        raise UsageError(f"--case: no case of {', '.join(having)} {origin} has {args.case!r} in its name")
     return work

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from .. import checks
 from ..roofline import Cost
 from ..variants import Family
 from .compare import Comparison, equal
@@ -53,7 +54,15 @@ class Prepared:
 
 
 class Case(Protocol):
-    """One set of shapes and inputs of an op; ``str`` of it is its name."""
+    """One set of shapes and inputs of an op; ``str`` of it is its name.
+
+    Attributes:
+        ACCEPTED: the values that a field may have, by the field's name; of a tuple, those of its elements.
+        LEAST: likewise the lowest value of a whole number.
+    """
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]]
+    LEAST: ClassVar[Mapping[str, int]]
 
     @property
     def op(self) -> str:
@@ -73,6 +82,24 @@ class Case(Protocol):
     def prepare(self, device: torch.device, seed: int = 0) -> Prepared:
         """Make inputs and poisoned outputs; the same seed gives the same inputs."""
         ...
+
+
+def check_fields(case: Case) -> None:
+    """Check each field of a case against ``ACCEPTED`` and ``LEAST``.
+
+    Raises:
+        TypeError, ValueError: a field has a value that it cannot have; the message begins with the field's name.
+    """
+    for name, accepted in case.ACCEPTED.items():
+        for value in _elements(getattr(case, name)):
+            checks.one_of(name, value, accepted)
+    for name, least in case.LEAST.items():
+        for value in _elements(getattr(case, name)):
+            checks.integer(name, value, least)
+
+
+def _elements(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 class Guarded:

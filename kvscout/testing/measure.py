@@ -10,7 +10,7 @@ import torch
 
 from ..device import gpu_of
 from ..roofline import Cost
-from ..variants import AUTO
+from ..variants import AUTO, Family
 from . import timing
 from .case import Case, Prepared, family
 from .compare import Budget
@@ -19,6 +19,9 @@ from .sustained import Sustained, sustained
 from .sweep import FAILED, INPUTS, PASSED, REFUSED, ContextLost, attempt, free, standing
 from .timing import Timing
 from .verify import Result, verify
+
+TORCH = "torch"
+"""Stands for the torch variant that suits a problem best, as "auto" does for the best of all."""
 
 INPUT_SETS = 4
 """Distinct inputs that cold launches take in turn."""
@@ -40,7 +43,8 @@ class Measurement:
     """Times of one variant, or of a peer, on one case.
 
     Attributes:
-        variant: the variant's name, "auto" for what a call would get, or the peer's name.
+        variant: the variant's name, "auto" for what a call would get, "torch" for the best torch variant, or the peer's
+            name.
         status: ``"passed"``, or what kept the variant from being timed (see :class:`~kvscout.testing.sweep.Outcome`).
         message: why it was not timed.
         max_rel: the largest relative error of the check.
@@ -50,8 +54,8 @@ class Measurement:
         cost: what the call must do at least.
         floor_us: how long that takes at the GPU's measured ceilings, where they are known.
         baseline: whether others' speed-ups are relative to this one; never where it is refused or skipped.
-        chosen: the variant that "auto" stands for.
-        peer: whether this is another library's kernel.
+        chosen: the variant that "auto" or "torch" stands for.
+        peer: whether others are compared with this: another library's kernel, or "torch".
         tolerance: the peer's own budget, where it was not judged by our variants'.
     """
 
@@ -99,6 +103,7 @@ def measure_case(
     names: Sequence[str] | None = None,
     *,
     peers: Sequence[Peer] = (),
+    against_torch: bool = False,
     baseline: str | None = None,
     seed: int = 0,
     wanted: Wanted,
@@ -111,8 +116,9 @@ def measure_case(
         names: variants to time beside the baseline, "auto" for the one that a call would get. None: every one on a GPU,
             that one on the CPU.
         peers: other libraries' kernels to time, each available on this device.
-        baseline: the variant or peer that others are compared with, or "auto". None: the torch variant with the highest
-            rank. One that is neither a variant of this op nor among ``peers`` is left out.
+        against_torch: also time the best torch variant under the name "torch", as peers are.
+        baseline: the variant or peer that others are compared with, or "auto", or "torch" if that is timed. None: the
+            best torch variant. One that is neither a variant of this op nor among ``peers`` is left out.
         seed: of the inputs.
         wanted: which times to take.
 
@@ -125,7 +131,8 @@ def measure_case(
         if sets is None:
             yield Measurement(case.op, case.name, name, FAILED, message=f"cannot be prepared: {error}")
             return
-        plan, error = attempt(device, _plan, case, sets[0], device, names, peers, baseline)
+        beside = [*[TORCH] * against_torch, *(peer.name for peer in peers)]
+        plan, error = attempt(device, _plan, case, sets[0], device, names, beside, baseline)
         if plan is None:
             yield Measurement(case.op, case.name, name, FAILED, message=error)
             return
@@ -149,20 +156,25 @@ def _plan(
     prepared: Prepared,
     device: torch.device,
     names: Sequence[str] | None,
-    peers: Sequence[Peer],
+    beside: Sequence[str],
     baseline: str | None,
 ) -> tuple[Sequence[str], str | None]:
     """What to time in which order, and which of it is the baseline, None where the op has no such variant or peer."""
     ops = family(case.op)
     if names is None:
         names = ops.names if device.type != "cpu" else [ops.choose(prepared.problem, AUTO).variant.name]
-    names = [*names, *(peer.name for peer in peers)]
+    names = [*names, *beside]
     if baseline is None:
-        torch_variants = [v for v in ops.serving(prepared.problem) if v.name.startswith("torch_")]
-        baseline = max(torch_variants, key=lambda v: v.rank(prepared.problem)).name if torch_variants else None
-    if baseline is None or baseline not in (AUTO, *ops.names, *(peer.name for peer in peers)):
+        baseline = _best_torch_variant(ops, prepared)
+    if baseline is None or baseline not in (AUTO, *ops.names, *beside):
         return names, None
     return [baseline, *(name for name in names if name != baseline)], baseline
+
+
+def _best_torch_variant(ops: Family, prepared: Prepared) -> str | None:
+    """The torch variant with the highest rank, None where none serves the problem."""
+    found = [v for v in ops.serving(prepared.problem) if v.name.startswith("torch_")]
+    return max(found, key=lambda v: v.rank(prepared.problem)).name if found else None
 
 
 def _input_sets(case: Case, device: torch.device, seed: int, cold: bool) -> list[Prepared]:
@@ -185,6 +197,13 @@ def _measure_variant(
         if choice is None:
             return replace(nothing, message=error)
         name = choice.variant.name
+        nothing = replace(nothing, chosen=name)
+    if name == TORCH:
+        nothing = replace(nothing, peer=True)
+        best, error = attempt(device, _best_torch_variant, ops, sets[0])
+        if best is None:
+            return replace(nothing, status=FAILED if error else REFUSED, message=error or "no torch variant serves it")
+        name = best
         nothing = replace(nothing, chosen=name)
     standing_found, error = attempt(device, standing, case, sets[0], name, device)
     status, message = standing_found or (FAILED, error)

@@ -14,6 +14,17 @@ SPARE_BLOCKS = 3
 """Blocks of a pool that no sequence uses."""
 
 
+def check_dim(dim: int, layout: str, dtype: torch.dtype) -> None:
+    """Check that a layout can hold a head dimension: chunks have 16 bytes, and what is chunked has whole ones.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    x = 16 // dtype.itemsize
+    if layout in (paging.CHUNKED, paging.PLAIN_V) and dim % x:
+        raise ValueError(f"dim: expected a multiple of {x} in {layout} caches of {dtype}, got {dim}")
+
+
 class Tables(NamedTuple):
     """Which blocks hold the tokens of which sequence.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+KINDS = ("causal", "full", "cp", "misaligned", "empty", "past_end", "extreme", "packed")
+
 
 def windows(kind: str, rows: int, keys: int, sequences: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 starts and ends of a kind.

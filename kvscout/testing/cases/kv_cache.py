@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,8 +13,9 @@ from ... import fp8, paging
 from ...ops.kv_cache import api
 from ...ops.kv_cache.cost import cost
 from ...paging import CHUNKED, HND, NHD, PLAIN_V
-from ..case import BENCH, FULL, GUARD, SUITE, VERIFY, Prepared
+from ..case import BENCH, FULL, GUARD, SUITE, VERIFY, Prepared, check_fields
 from ..compare import Comparison, bits, equal
+from ..paged_inputs import check_dim
 
 # Pools of up to so many elements are compared as a whole, gaps and guards included; of larger ones the caches alone.
 WHOLE_POOL = 1 << 28
@@ -22,6 +24,9 @@ WHOLE_POOL = 1 << 28
 LAYERS_STRIDE = (1 << 22) + 256
 
 INF, NAN = float("inf"), float("nan")
+
+KINDS = ("none", "number", "one", "head", "token", "token4")
+"""Of scales."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,26 @@ class KvCacheCase:
     blocks: int = 0
     level: str = VERIFY
     op: str = "kv_cache"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "page": paging.PAGE_SIZES,
+        "layout": paging.LAYOUTS,
+        "cache_dtype": paging.CACHE_DTYPES,
+        "dtype": api.INPUT_DTYPES,
+        "k_scale": KINDS,
+        "v_scale": KINDS,
+        "slots": ("all", "skips", "skipped"),
+        "values": ("normal", "peculiar"),
+        "pool": ("separate", "interleaved", "layers"),
+    }
+    LEAST: ClassVar[Mapping[str, int]] = {**dict.fromkeys(("tokens", "heads", "dim"), 1), "blocks": 0}
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_dim(self.dim, self.layout, self.cache_dtype)
+        for name in ("k_scale", "v_scale"):
+            if self.cache_dtype not in fp8.E4M3 and getattr(self, name) != "none":
+                raise ValueError(f"{name}: expected none with a 16-bit cache, got {getattr(self, name)}")
 
     @property
     def name(self) -> str:
@@ -273,7 +298,6 @@ def scatter_scales(scale: torch.Tensor, page: int, slots: Sequence[int], compute
 
 
 LAYOUTS = (CHUNKED, PLAIN_V, NHD, HND)
-KINDS = ("none", "number", "one", "head", "token", "token4")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -14,7 +14,8 @@ from ... import fp8
 from ...ops.mqa_logits import api
 from ...ops.mqa_logits.cost import cost
 from ...ops.mqa_logits.variants.torch_reference import reference, window
-from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
+from .. import windows as of_windows
+from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import Budget, Comparison, close
 from ..windows import windows
 
@@ -73,6 +74,17 @@ class MqaLogitsCase:
     sequences: int = 1
     level: str = VERIFY
     op: str = "mqa_logits"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "heads": api.NUM_HEADS,
+        "dim": api.HEAD_DIMS,
+        "windows": of_windows.KINDS,
+        "values": ("normal", "negative", "ties", "magnitudes", "nan"),
+    }
+    LEAST: ClassVar[Mapping[str, int]] = {"rows": 1, "keys": 1, "sequences": 1}
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def name(self) -> str:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ... import fp8, paging
+from ... import checks, fp8, paging
 from ...ops.pa_decode import api
 from ...ops.pa_decode.cost import cost
 from ...ops.pa_decode.variants.torch_reference import reference, visible
 from ...ops.pa_plan.api import plan_pa_decode
 from ...roofline import Cost
 from .. import paged_inputs
-from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
+from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import Budget, Comparison, bits, close, equal
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": fp8.FN, "fnuz": fp8.FNUZ}
@@ -53,14 +53,8 @@ CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 24}
 
 DEFAULT_SPLITS = (132, 264)
 
-
-class Expected(NamedTuple):
-    """Some rows of a case: their output and lse in float64, and the output in float32."""
-
-    rows: list[int]
-    output: Tensor
-    lse: Tensor
-    same: Tensor
+LEAST_LENGTH = -(2**31)
+"""Negative lengths are empty sequences."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,42 @@ class PaDecodeCase:
     label: str = ""
     level: str = VERIFY
     op: str = "pa_decode"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "dim": api.HEAD_DIMS,
+        "page": paging.PAGE_SIZES,
+        "layout": paging.LAYOUTS,
+        "cache": tuple(DTYPES),
+        "dtype": ("bf16", "fp16"),
+        "scales": ("none", "factor", "scalar", "head", "token", "token+head"),
+        "sinks": ("", "ends", "plain"),
+        "odd": (
+            "magnitudes", "shared", "strided", "misaligned", "large", "tiny", "huge", "wild", "sparse", "no_lse",
+            "peaked",
+        ),
+    }  # fmt: skip
+    LEAST: ClassVar[Mapping[str, int]] = {
+        **dict.fromkeys(("group", "kv_heads", "query_length", "splits"), 1),
+        "lengths": LEAST_LENGTH,
+        "window": -1,
+        "num_blocks": 0,
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checks.integer("group", self.group, 1, api.MAX_GROUP)
+        checks.integer("lengths: number of sequences", len(self.lengths), 1)
+        longest = max(self.lengths)
+        checks.integer("lengths", longest, LEAST_LENGTH, api.INT32_MAX)
+        if self.scales != "none" and DTYPES[self.cache] not in fp8.E4M3:
+            raise ValueError(f"scales: expected none with a cache of {self.cache}, got {self.scales}")
+        if "wild" in self.odd and not self.scales.startswith("token"):
+            raise ValueError(f"odd: expected wild with scales per token alone, got scales {self.scales}")
+        if "sparse" in self.odd and self.num_blocks * self.page < longest:
+            raise ValueError(
+                f"num_blocks: expected a pool of {-(-longest // self.page)} or more for sparse rows of {longest} "
+                f"tokens, got {self.num_blocks}"
+            )
 
     @property
     def name(self) -> str:
@@ -269,11 +299,9 @@ class PaDecodeCase:
         same, _ = _concatenate([self._reference(problem, args, chunk, torch.float32) for chunk in chunks])
         return Expected(self._rows(sample), output, lse, same)
 
-    def _compare(
-        self, problem: api.Problem, args: api.Args, reference: Expected, variant: str
-    ) -> list[Comparison]:
+    def _compare(self, problem: api.Problem, args: api.Args, of: Expected, variant: str) -> list[Comparison]:
         """The rows that float64 was asked for; finiteness of every row."""
-        rows, expected, expected_lse, same = reference
+        rows, expected, expected_lse, same = of.rows, of.output, of.lse, of.same
         got, zero = args.output[rows], (expected == 0).all(-1)
         size = expected.norm(dim=-1, keepdim=True) / math.sqrt(self.dim)
         size = torch.where(zero[..., None], 1, size)
@@ -292,6 +320,16 @@ class PaDecodeCase:
             budget = Budget(error, error**2)
             found.append(close("lse", args.lse[rows] / finite, expected_lse / finite, budget))
         return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Some rows of a case: their output and lse in float64, and the output in float32."""
+
+    rows: list[int]
+    output: Tensor
+    lse: Tensor
+    same: Tensor
 
 
 class _Scratch:
@@ -365,7 +403,7 @@ EDGES = (0, 1, 2, 3, 4, *range(255, 260), *range(511, 516), *range(2303, 2308), 
 WINDOWS = (1, 255, 256, 257, 509, 1024, 4095, 4096, 6000, 8192, 8193, 2**31 - 1, 2**31, 2**40, -1)
 LAYOUTS = ("chunked", "plain_v", "nhd", "hnd")
 PAGES = (16, 32, 64, 128)
-SCALES = ("none", "factor", "scalar", "head", "token", "token+head")
+SCALES = PaDecodeCase.ACCEPTED["scales"]
 GQA_GROUPS = (1, 4, 7, 8, *range(9, 18), 32, 64)
 SPLITS = ((1, 5), (2, 33), (3, 64), (4, 512), (8, 264), (16, 264), (64, 512), (256, 512))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from ...ops.pa_plan import api
 from ...ops.pa_plan.cost import cost
 from .. import oracles
-from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
+from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import Comparison, equal
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -43,6 +44,18 @@ class PaPlanCase:
     tiles_per_partition: int = 0
     level: str = VERIFY
     op: str = "pa_plan"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "lengths": ("edges", "equal", "random", "empty", "sparse", "skewed", "extreme", "huge"),
+    }
+    LEAST: ClassVar[Mapping[str, int]] = {
+        **dict.fromkeys(("sequences", "kv_heads", "max_partitions", "budget", "query_length"), 1),
+        "window": -1,
+        "tiles_per_partition": 0,
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def name(self) -> str:

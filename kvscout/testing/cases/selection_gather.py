@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from ...ops.selection_gather import api
 from ...ops.selection_gather.cost import cost
 from ...paging import CHUNKED, HND, LAYOUTS, NHD, PLAIN_V
 from .. import selected_rows
-from ..case import BENCH, FULL, GUARD, SUITE, VERIFY, Guarded, Prepared
+from ..case import BENCH, FULL, GUARD, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import Comparison, equal
+from ..paged_inputs import check_dim
 from ..selected_rows import ENTRIES, OWNERS, Rows
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -58,6 +60,24 @@ class SelectionGatherCase:
     blocks: int = 0
     level: str = VERIFY
     op: str = "selection_gather"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "page": paging.PAGE_SIZES,
+        "layout": LAYOUTS,
+        "dtype": paging.CACHE_DTYPES,
+        "scales": ("none", "key", "value", "both", "both4"),
+        "entries": ENTRIES,
+        "owners": OWNERS,
+        "pool": ("separate", "interleaved", "layers", "shifted"),
+    }
+    LEAST: ClassVar[Mapping[str, int]] = {
+        **dict.fromkeys(("rows", "k", "heads", "dim", "sequences", "length"), 1),
+        "blocks": 0,
+    }
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_dim(self.dim, self.layout, self.dtype)
 
     @property
     def name(self) -> str:
@@ -208,7 +228,7 @@ def tokens_of(cache: Tensor, layout: str, is_key: bool, block: Tensor, place: Te
     return cache[block, :, :, place]
 
 
-SCALES = ("none", "key", "value", "both", "both4")
+SCALES = SelectionGatherCase.ACCEPTED["scales"]
 POOLS = ("separate", "interleaved", "shifted")
 
 

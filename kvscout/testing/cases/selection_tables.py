@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
+from ... import paging
 from ...ops.selection_tables import api
 from ...ops.selection_tables.cost import cost
 from .. import selected_rows
-from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
+from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import equal
 from ..selected_rows import ENTRIES, OWNERS, Rows
 
@@ -42,6 +44,18 @@ class SelectionTablesCase:
     far: bool = False
     level: str = VERIFY
     op: str = "selection_tables"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "page": paging.PAGE_SIZES,
+        "entries": ENTRIES,
+        "owners": OWNERS,
+    }
+    LEAST: ClassVar[Mapping[str, int]] = dict.fromkeys(("rows", "k", "block_size", "sequences", "length"), 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.block_size % self.page:
+            raise ValueError(f"block_size: expected a multiple of page {self.page}, got {self.block_size}")
 
     @property
     def name(self) -> str:

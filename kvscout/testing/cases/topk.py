@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from ...ops.topk import api
 from ...ops.topk.cost import cost
-from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared
+from .. import windows as of_windows
+from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import Comparison, equal
 from ..windows import windows
 
@@ -49,6 +51,16 @@ class TopkCase:
     sequences: int = 1
     level: str = VERIFY
     op: str = "topk"
+
+    ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "windows": ("none", "starts", "ends", *of_windows.KINDS),
+        "values": ("normal", "ties", "peculiar", "nan", "-inf", "inf", "few"),
+        "dtype": api.LOGITS_DTYPES,
+    }
+    LEAST: ClassVar[Mapping[str, int]] = {"rows": 1, "keys": 1, "k": 1, "sequences": 1}
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def name(self) -> str:
@@ -203,7 +215,7 @@ def _inside(logits: torch.Tensor, ks: torch.Tensor | None, ke: torch.Tensor | No
 
 
 WINDOWS = ("none", "full", "causal", "cp", "misaligned", "empty", "past_end", "extreme", "starts", "ends")
-VALUES = ("normal", "ties", "peculiar", "nan", "-inf", "inf", "few")
+VALUES = TopkCase.ACCEPTED["values"]
 
 
 def _suite() -> Iterator[TopkCase]:

@@ -1,0 +1,214 @@
+"""Cases in CSV files: the shapes that ``bench`` times and ``tune`` tunes for, where they are not the built-in ones.
+
+The first line names the columns: ``op``, and fields of the cases of whatever ops the file holds. Each further line is a
+case. A blank cell, and a column that is not there, is the field's default. Lines that begin with ``#`` are comments.
+Several numbers or words in one cell are set apart by spaces; ``32x8192`` is thirty-two times 8192.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import fp8
+from .case import BENCH, Case, cases, ops
+
+OP = "op"
+COMMENT = "#"
+
+NOT_COLUMNS = (OP, "level")
+"""Fields of a case that are the same for all of an op that a file holds."""
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": fp8.FN,
+    "fnuz": fp8.FNUZ,
+}
+FLAGS = {"yes": True, "no": False, "true": True, "false": False}
+
+NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,19})", re.ASCII)
+"""A whole number, and how many times it stands there."""
+
+
+class ShapesError(ValueError):
+    """A file that cannot be read as shapes; the message says where and why."""
+
+
+@functools.cache
+def case_class(op: str) -> type[Any]:
+    """The class of an op's cases."""
+    return type(cases(op)[0])
+
+
+@functools.cache
+def _types(op: str) -> dict[str, Any]:
+    return typing.get_type_hints(case_class(op))
+
+
+def columns(op: str) -> dict[str, Field[Any]]:
+    """The fields that a row of an op may give, by name."""
+    return {field.name: field for field in fields(case_class(op)) if field.name not in NOT_COLUMNS}
+
+
+def read(path: Path) -> list[Case]:
+    """The cases of a file, in order, all of level "bench".
+
+    Raises:
+        ShapesError: the file or a row cannot be read, a cell has a value that its field cannot have, or two rows have
+            the same name. The message begins with the file and, where there is one, the line; it names the column.
+    """
+    found: dict[tuple[str, str], tuple[int, Case]] = {}
+    for line, cells in _rows(path):
+        try:
+            case = case_of(cells)
+        except ValueError as error:
+            raise ShapesError(f"{path}:{line}: {error}") from error
+        first, before = found.setdefault((case.op, case.name), (line, case))
+        if before != case:
+            advice = "; give one of them a label" if "label" in columns(case.op) else ""
+            raise ShapesError(f"{path}:{line}: {case.op} {case.name} is also the name of line {first}{advice}")
+        if first != line:
+            raise ShapesError(f"{path}:{line}: {case.op} {case.name} is there already, in line {first}")
+    if not found:
+        raise ShapesError(f"{path}: expected a line of column names and a line for each case, found no case")
+    return [case for _, case in found.values()]
+
+
+def case_of(cells: dict[str, str]) -> Case:
+    """The case of a row, from its cells by column; blank ones count as not there.
+
+    Raises:
+        ValueError: the message names the column.
+    """
+    given = {name: cell for name, cell in cells.items() if cell}
+    op = given.pop(OP, None)
+    if op not in ops():
+        raise ValueError(f"column {OP!r}: expected one of {', '.join(ops())}, got {op!r}")
+    known, made, types = columns(op), case_class(op), _types(op)
+    values = {}
+    for name, cell in given.items():
+        if name not in known:
+            raise ValueError(f"column {name!r}: {op} has none of that name, so expected a blank cell, got {cell!r}")
+        try:
+            values[name] = _value(types[name], made.ACCEPTED.get(name, ()), cell)
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}, got {cell!r}") from error
+    for name, field in known.items():
+        if field.default is MISSING and name not in values:
+            raise ValueError(f"column {name!r}: {op} needs it, and it has no default")
+    try:
+        case: Case = made(**values, level=BENCH)
+    except ValueError as error:
+        # It begins with the name of the field.
+        name, _, sentence = str(error).partition(": ")
+        raise ValueError(f"column {name!r}: {sentence}") from error
+    return case
+
+
+def row_of(case: Case) -> dict[str, str]:
+    """The row that :func:`case_of` makes such a case of: its cells, without those that are the default."""
+    given = {name: (getattr(case, name), field.default) for name, field in columns(case.op).items()}
+    return {OP: case.op} | {name: cell(value) for name, (value, default) in given.items() if value != default}
+
+
+def cell(value: object) -> str:
+    """A field's value as a cell has it."""
+    if isinstance(value, tuple):
+        # Runs of the same element, so that a batch of equal lengths is short.
+        starts = [i for i, element in enumerate(value) if i == 0 or element != value[i - 1]]
+        runs = zip(starts, [*starts[1:], len(value)], strict=True)
+        return " ".join(f"{(end - i)}x{value[i]}" if end - i > 1 else cell(value[i]) for i, end in runs)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return next((name for name, dtype in DTYPES.items() if dtype is value), str(value))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and cells by column of every case."""
+    header: list[str] | None = None
+    for line, row in _lines(path):
+        if header is None:
+            header = row
+            _check_header(f"{path}:{line}", header)
+        elif len(row) > len(header):
+            raise ShapesError(f"{path}:{line}: {len(row)} cells, but there are {len(header)} columns")
+        else:
+            yield line, dict(zip(header, row, strict=False))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Line number and stripped cells of every line that is neither blank nor a comment."""
+    line = 0
+    try:
+        # Spreadsheets put a byte order mark first.
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            for row in reader:
+                line = reader.line_num
+                cells = [text.strip() for text in row]
+                if any(cells) and not cells[0].startswith(COMMENT):
+                    yield line, cells
+    except csv.Error as error:
+        raise ShapesError(f"{path}:{line + 1}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ShapesError(f"{path}: expected text in UTF-8, got a byte {error.object[error.start]:#04x}") from error
+    # A name with a null byte is a ValueError.
+    except (OSError, ValueError) as error:
+        raise ShapesError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_header(place: str, header: Sequence[str]) -> None:
+    known = dict.fromkeys([OP, *(name for op in ops() for name in columns(op))])
+    for name in header:
+        if name not in known:
+            raise ShapesError(f"{place}: column {name!r}: no op has that; there are {', '.join(known)}")
+        if header.count(name) > 1:
+            raise ShapesError(f"{place}: column {name!r} is there twice")
+    if OP not in header:
+        raise ShapesError(f"{place}: expected a column {OP!r}, got {', '.join(header)}")
+
+
+def _value(kind: Any, accepted: Sequence[Any], text: str) -> Any:
+    """What a cell says, for a field of a type; the field's class looks at the value.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if kind is str:
+        return text
+    if kind is int:
+        return _integers(text, 1)[0]
+    if kind is bool:
+        return _one_of(FLAGS, text.lower())
+    if kind is torch.dtype:
+        return _one_of({name: dtype for name, dtype in DTYPES.items() if dtype in accepted}, text)
+    element, *more = typing.get_args(kind)
+    if element is str:
+        return tuple(text.split())
+    return _integers(text, None if more == [...] else 1 + len(more))
+
+
+def _one_of(values: dict[str, Any], text: str) -> Any:
+    if text not in values:
+        raise ValueError(f"expected one of {', '.join(values)}")
+    return values[text]
+
+
+def _integers(text: str, count: int | None) -> tuple[int, ...]:
+    """Whole numbers, ``32x8192`` being thirty-two of them; so many, or any number of them."""
+    found = [NUMBERS.fullmatch(word) for word in text.split()]
+    numbers = tuple(int(m[2]) for m in found if m for _ in range(int(m[1] or 1)))
+    if not all(found) or count not in (None, len(numbers)):
+        wanted = "whole numbers" if count is None else "a whole number" if count == 1 else f"{count} whole numbers"
+        raise ValueError(f"expected {wanted}")
+    return numbers
