@@ -45,7 +45,9 @@ SETTINGS = (
         "does for plans of one slot a sequence; a second kernel merges them then as it does elsewhere",
     ),
     Setting(
-        "KVSCOUT_TUNED_DIR", "none", "folder of tuned tables of one's own ('kvscout tune'), which win over the package's"
+        "KVSCOUT_TUNED_DIR",
+        "none",
+        "folder of tuned tables of one's own ('kvscout tune'), which win over the package's",
     ),
     Setting(
         "KVSCOUT_TUNED", "1", "0 leaves every tuned table alone: calls get the variant and config that the rule gives"

@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
@@ -24,30 +25,24 @@ import torch
 
 from .. import env, tuning
 from ..device import name_of
-from ..testing import limits, provenance, tune, tuned_table
-from ..testing.case import Case, cases, family
-from ..testing.sweep import FAILED, SKIPPED, ContextLost
-from ..testing.tune import Retimed, Trial, Tuned
+from ..testing import provenance, tune, tuned_table
+from ..testing.case import Case, family
+from ..testing.sweep import FAILED, INPUTS, SKIPPED, ContextLost
+from ..testing.tune import Key, Retimed, Trial, Tuned
+from ..testing.tuned_table import Kept
 from ..tuning import Bucket, WrongTable
 from . import arguments, console, workers
 from .arguments import UsageError, write_json
-from .bench import PRESETS, _of_presets
-from .selection import GPU_LOST, add_device, device, select
+from .selection import GPU_LOST, add_selection, device
+from .timed_cases import add_cases, select_timed
 
 MOST_JOBS = 16
 """Processes that compile at a time unless told otherwise."""
 
-REASONS_SHOWN = 3
-"""Most frequent reasons for not timing something that the summary lists per variant."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``tune``."""
-    parser.add_argument("ops", nargs="*", metavar="OP", help="operations (default: all)")
-    parser.add_argument("--case", metavar="SUBSTRING", default="", help="only cases whose name contains this")
-    add_device(parser)
-    parser.add_argument("--seed", metavar="N", type=arguments.seed, default=0, help="seed of the inputs (default: 0)")
-    parser.set_defaults(variant=None)
+    add_selection(parser, by_variant=False)
     files = parser.add_mutually_exclusive_group()
     files.add_argument(
         "--output",
@@ -61,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.file_name,
         help="write nothing: time the entries of this table again, and flag what no longer holds",
     )
-    arguments.add_json(parser)
     parser.add_argument("--cold", action="store_true", help="time with an empty L2 (GPU)")
     parser.add_argument(
         "--seconds-per-case",
@@ -77,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=cores,
         help=f"processes that compile a GPU's kernels first (default: the cores, at most {MOST_JOBS}: {cores} here)",
     )
-    presets = parser.add_argument_group("cases", "which of a GPU's cases to tune for (default: all); several add up")
-    for name, meaning in PRESETS.items():
-        presets.add_argument(f"--{name}", dest="presets", action="append_const", const=name, help=meaning)
+    add_cases(parser)
 
 
 def _seconds(text: str) -> float:
@@ -97,10 +89,9 @@ def run(args: argparse.Namespace) -> int:
     where = device(args)
     if args.cold and where.type == "cpu":
         raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
-    levels = limits.bench_levels(where)
-    selected = [item.case for item in _of_presets(select(args, levels), args.presets, levels)]
     if args.check is not None:
-        return _check(args, where, selected)
+        return _check(args, where)
+    selected = [item.case for item in select_timed(args, where)]
     model = name_of(where)
     file = args.output or (env.tuned_dir() or Path("tuned")) / tuning.file_name(model)
     old = _old(file, model)
@@ -134,7 +125,7 @@ def _old(file: Path, model: str) -> dict[str, Any] | None:
     try:
         content = tuning.read(file, model) if file.exists() else None
         if content is not None:
-            tuned_table.winners(content)
+            tuned_table.kept(content)
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab"):
             pass
@@ -143,7 +134,9 @@ def _old(file: Path, model: str) -> dict[str, Any] | None:
     except WrongTable as error:
         raise UsageError(f"--output: {error}; name another file, or move this one away") from error
     except (OSError, ValueError) as error:
-        raise UsageError(f"--output: cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(
+            f"--output: cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return content
 
 
@@ -223,27 +216,33 @@ def _failure(t: Trial) -> str:
 
 
 def _described(tuned: Tuned) -> dict[str, Any]:
-    return asdict(tuned) | {
+    return {
+        "op": tuned.op,
         "bucket": dict(sorted(tuned.bucket)),
-        "winner": None if tuned.winner is None else tuned_table.entry_of(tuned.winner),
+        "cases": [case.name for case in tuned.cases],
+        "winner": tuned_table.entry_of(tuned),
+        "message": tuned.message,
+        "trials": [asdict(trial) for trial in tuned.trials],
     }
 
 
 def _summarise(found: Sequence[Tuned]) -> None:
     """A line per bucket, what was not timed and why, and the failures last."""
-    rows = []
+    rows: list[Sequence[object]] = []
     for tuned in found:
-        cases = tuned.cases[0] if len(tuned.cases) == 1 else f"{tuned.cases[0]} and {len(tuned.cases) - 1} more"
-        if (w := tuned.winner) is None:
-            rows.append((tuned.op, cases, "-", "-", "-", "-", "-", tuned.message))
+        first, *more = (case.name for case in tuned.cases)
+        cases, w = f"{first} and {len(more)} more" if more else first, tuned.winner
+        if w is None:
+            rows.append((tuned.op, cases, *[None] * 4, tuned.message))
             continue
         us = statistics.geometric_mean(times.us for times in w.cases.values())
-        second = "-" if w.runner_up is None else " ".join(w.runner_up)
-        rows.append((tuned.op, cases, w.key.variant, f"{us:.2f}", _more(w.over_default), _more(w.margin), second, w.key.config))
-    columns = ("op", "case", "variant", "us", "rule", "second", "second is", "config")
-    console.table("fastest; how much more time the rule's choice and the second take", columns, rows)
+        taken = (w.key.variant, f"{us:.2f}", _more(w.over_default), _more(w.margin), w.key.config)
+        rows.append((tuned.op, cases, *taken))
+    columns = ("op", "case", "variant", "us", "rule", "second", "config")
+    console.table("fastest, and how much more time the rule's choice and the second take", columns, rows)
     trials = [trial for tuned in found for trial in tuned.trials]
-    console.out(f"{len(trials)} variants and configs on {console.count(sum(len(t.cases) for t in found), 'case')}")
+    number = sum(len(tuned.cases) for tuned in found)
+    console.out(f"{console.count(number, 'case')}, {len(trials)} variants and configs on them")
     why = Counter((t.op, t.variant, t.message) for t in trials if t.status == SKIPPED)
     if why:
         reasons = [(op, variant, number, message) for (op, variant, message), number in why.most_common()]
@@ -255,15 +254,68 @@ def _summarise(found: Sequence[Tuned]) -> None:
         console.out(_failure(trial))
 
 
-def _more(part: float | None) -> str:
-    return "-" if part is None else f"{part:.1%}"
+def _more(part: float | None) -> str | None:
+    return None if part is None else f"{part:.1%}"
 
 
-def _check(args: argparse.Namespace, where: torch.device, selected: Sequence[Case]) -> int:
+def _check(args: argparse.Namespace, where: torch.device) -> int:
     """Time a table's entries again; exit code 1 where one no longer holds."""
+    if args.presets or args.shapes_csv:
+        raise UsageError("--check: the table says which cases are timed; leave presets and --shapes-csv out")
+    arguments.check_overrides()
+    arguments.check_json(args.json)
     try:
         content = tuning.read(args.check, name_of(where))
-        winners = tuned_table.winners(content)
+        entries = tuned_table.kept(content)
     except WrongTable as error:
         raise UsageError(f"--check: {error}") from error
-    ...
+    chosen = [kept for kept in entries if _is_selected(kept, args)]
+    if not chosen:
+        raise UsageError(f"--check: none of the {len(entries)} entries of {args.check} is selected")
+    for op in dict.fromkeys(kept.op for kept in chosen):
+        if content["ops"][op]["fingerprint"] != tuning.fingerprint(family(op).package):
+            console.out(f"{args.check}: {tuning.stale(op)}")
+    found: list[Retimed] = []
+    code, stopped = 0, None
+    try:
+        _retime(chosen, where, args, found)
+    except KeyboardInterrupt:
+        code, stopped = 130, "interrupted"
+    except ContextLost:
+        code, stopped = 1, GPU_LOST
+    record = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
+    written = write_json(args.json, record | {"retimed": [asdict(row) for row in found]})
+    rows = [
+        (r.op, r.case, r.key.variant, _us(r.then_us), _us(r.now_us), _us(r.runner_up_us), r.flag or None) for r in found
+    ]
+    console.table(str(args.check), ("op", "case", "variant", "us then", "us now", "second now", "flag"), rows)
+    flagged = sum(bool(row.flag) for row in found)
+    console.out(f"{flagged} of {console.count(len(found), 'case')} flagged")
+    if stopped is not None:
+        console.error(stopped)
+    return code or int(not written or flagged > 0)
+
+
+def _is_selected(kept: Kept, args: argparse.Namespace) -> bool:
+    return (not args.ops or kept.op in args.ops) and any(args.case in name for name in kept.cases)
+
+
+def _retime(chosen: Sequence[Kept], where: torch.device, args: argparse.Namespace, found: list[Retimed]) -> None:
+    wanted = [
+        (case, [key for key in (kept.winner.key, kept.winner.runner_up) if key is not None])
+        for kept in chosen
+        for case in kept.cases.values()
+        if case is not None
+    ]
+    if where.type == "cuda":
+        for _ in _scouted(wanted, where, args):
+            pass
+    with console.Progress(len(chosen), "tune --check") as progress:
+        for op, winner, of_entry in chosen:
+            progress.show(f"{op} {next(iter(of_entry))}")
+            found += tune.retime(op, winner, of_entry, where, tune.clock(where, winner.cold), args.seed)
+            progress.advance()
+
+
+def _us(time: float | None) -> str | None:
+    return None if time is None else f"{time:.2f}"

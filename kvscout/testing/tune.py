@@ -131,7 +131,7 @@ class Tuned:
 
     op: str
     bucket: Bucket
-    cases: list[str]
+    cases: list[Case]
     winner: Winner | None = None
     message: str = ""
     trials: list[Trial] = field(default_factory=list)
@@ -199,7 +199,7 @@ def tune(
     Raises:
         ContextLost: a kernel broke the GPU's context.
     """
-    op, names = cases[0].op, [case.name for case in cases]
+    op, nothing = cases[0].op, Tuned(cases[0].op, bucket, list(cases))
     trials: list[Trial] = []
     of_case: list[list[Trial]] = []
     ready: list[Prepared] = []
@@ -207,7 +207,7 @@ def tune(
         prepared, error = attempt(device, case.prepare, device, seed)
         if prepared is None:
             trials.append(Trial(op, case.name, INPUTS, message=f"cannot be prepared: {error}"))
-            return Tuned(op, bucket, names, None, "the inputs cannot be made", trials)
+            return replace(nothing, message="the inputs cannot be made", trials=trials)
         of_case.append(list(_trials(case, prepared, device, by, seconds_per_case)))
         trials += of_case[-1]
         # The inputs of one case are kept for its final; those of several might not fit.
@@ -218,7 +218,7 @@ def tune(
     rules = [found[0].key if found and found[0].us is not None else None for found in of_case]
     finalists = _finalists(quick)
     if not finalists:
-        return Tuned(op, bucket, names, None, "nothing that a table may have ran to a right result", trials)
+        return replace(nothing, message="nothing that a table may have ran to a right result", trials=trials)
     times: list[dict[Key, list[float]]] = []
     for number, case in enumerate(cases):
         rule = rules[number]
@@ -227,17 +227,14 @@ def tune(
         free(device)
         if samples is None:
             trials.append(Trial(op, case.name, "(final)", message=error))
-            return Tuned(op, bucket, names, None, "the final failed", trials)
+            return replace(nothing, message="the final failed", trials=trials)
         times.append(samples)
-    winner, message = _decide(bucket, names, times, rules, finalists)
-    if winner is not None:
-        winner = replace(winner, cold=by.cold)
-    return Tuned(op, bucket, names, winner, message, trials)
+    winner = _decide(bucket, [case.name for case in cases], times, rules, finalists, by.cold)
+    message = "" if winner is not None else "no one config is faster than what the rule takes for each case"
+    return replace(nothing, winner=winner, message=message, trials=trials)
 
 
-def _trials(
-    case: Case, prepared: Prepared, device: torch.device, by: Clock, seconds: float | None
-) -> Iterator[Trial]:
+def _trials(case: Case, prepared: Prepared, device: torch.device, by: Clock, seconds: float | None) -> Iterator[Trial]:
     """Check and quickly time all that a table may have for a case, the rule's choice first."""
     started = time.monotonic()
     for number, choice in enumerate(choices(case, prepared)):
@@ -258,8 +255,8 @@ def _try(case: Case, prepared: Prepared, choice: Choice, device: torch.device, b
     try:
         if choice.variant.load is not None:
             choice.variant.load(prepared.problem, choice.config)
-    except KernelUnavailable as error:
-        return _trial(case, choice, SKIPPED, str(error))
+    except KernelUnavailable as missing:
+        return _trial(case, choice, SKIPPED, str(missing))
     result, error = attempt(device, verify, case, choice, prepared, 1, False)
     if result is None or not result.ok:
         return _trial(case, choice, FAILED, error if result is None else result.message)
@@ -314,10 +311,12 @@ def _decide(
     times: Sequence[Mapping[Key, list[float]]],
     rules: Sequence[Key | None],
     finalists: Sequence[Key],
-) -> tuple[Winner | None, str]:
-    """The winner of a final, or why there is none: the first that the fastest does not beat beyond noise.
+    cold: bool,
+) -> Winner | None:
+    """The winner of a final: the first that the fastest does not beat beyond noise.
 
-    The rule comes first. Where it chooses differently from case to case, no entry says what it does.
+    The rule comes first. Where it chooses differently from case to case, no entry says what it does: None where nothing
+    is faster than that.
     """
     by_key = {key: [of_case[key] for of_case in times] for key in finalists}
     chosen = [rule for rule in rules if rule is not None]
@@ -328,7 +327,7 @@ def _decide(
             by_key = {chosen[0]: by_rule} | by_key
     fastest = min(by_key.values(), key=mean_us)
     if by_rule is not None and len(set(chosen)) > 1 and not is_faster(fastest, by_rule):
-        return None, "no one config is faster than what the rule takes for each case"
+        return None
     winner = next(key for key, samples in by_key.items() if not is_faster(fastest, samples))
     others = {key: samples for key, samples in by_key.items() if key != winner}
     runner_up = min(others, key=lambda key: mean_us(others[key]), default=None)
@@ -343,7 +342,7 @@ def _decide(
     mine = by_key[winner]
     margin = None if runner_up is None else _more(others[runner_up], mine)
     over_default = None if by_rule is None else _more(by_rule, mine)
-    return Winner(bucket, winner, runner_up, margin, over_default, False, cases), ""
+    return Winner(bucket, winner, runner_up, margin, over_default, cold, cases)
 
 
 def _median(samples: Sequence[float]) -> float:
@@ -368,14 +367,14 @@ class Retimed:
 
 
 def retime(
-    op: str, winner: Winner, cases: Mapping[str, Case], device: torch.device, by: Clock, seed: int = 0
+    op: str, winner: Winner, cases: Mapping[str, Case | None], device: torch.device, by: Clock, seed: int = 0
 ) -> list[Retimed]:
     """Check and time a table's entry and its runner-up again.
 
     Args:
         op: the entry's op.
         winner: the entry.
-        cases: those of the op, by name.
+        cases: its cases by name, None for one that cannot be made any more.
         device: where to run.
         by: how launches are timed.
         seed: of the inputs.
@@ -403,12 +402,10 @@ def retime(
     return rows
 
 
-def _again(
-    case: Case | None, winner: Winner, device: torch.device, by: Clock, seed: int
-) -> list[list[float]] | str:
+def _again(case: Case | None, winner: Winner, device: torch.device, by: Clock, seed: int) -> list[list[float]] | str:
     """Samples of a winner and, where it can still run, its runner-up; or what keeps the winner from being timed."""
     if case is None:
-        return "there is no such case"
+        return "the case cannot be made any more"
     prepared = case.prepare(device, seed)
     if prepared.problem.bucket() != winner.bucket:
         return "the case is of another bucket now"

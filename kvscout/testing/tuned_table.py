@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import tuning
-from .case import family
+from . import shapes_csv
+from .case import Case, family
 from .tune import CaseTimes, Key, Tuned, Winner
 
 
@@ -30,9 +31,9 @@ def merged(old: dict[str, Any] | None, model: str, run: dict[str, Any], found: S
         if tuned_now and section.get("fingerprint") != (made_of := tuning.fingerprint(family(op).package)):
             section = {"fingerprint": made_of, "entries": []}
         again = [tuned.bucket for tuned in tuned_now]
-        kept = [entry for entry in section["entries"] if frozenset(entry["bucket"].items()) not in again]
-        new = [_entry(tuned.winner, len(runs) - 1) for tuned in tuned_now if tuned.winner is not None]
-        entries = sorted([*kept, *new], key=lambda entry: json.dumps(entry["bucket"]))
+        others = [entry for entry in section["entries"] if frozenset(entry["bucket"].items()) not in again]
+        new = [entry | {"run": len(runs) - 1} for entry in map(entry_of, tuned_now) if entry is not None]
+        entries = sorted([*others, *new], key=lambda entry: json.dumps(entry["bucket"]))
         if entries:
             ops[op] = {"fingerprint": section["fingerprint"], "entries": entries}
     used = sorted({entry["run"] for section in ops.values() for entry in section["entries"]})
@@ -41,7 +42,11 @@ def merged(old: dict[str, Any] | None, model: str, run: dict[str, Any], found: S
     return {"format": tuning.FORMAT, "device": model, "runs": [runs[number] for number in used], "ops": ops}
 
 
-def _entry(winner: Winner, run: int) -> dict[str, Any]:
+def entry_of(tuned: Tuned) -> dict[str, Any] | None:
+    """The entry of a bucket, with what makes its cases again, but for the number of its run; None without a winner."""
+    winner = tuned.winner
+    if winner is None:
+        return None
     return {
         "bucket": dict(sorted(winner.bucket)),
         **winner.key._asdict(),
@@ -49,31 +54,51 @@ def _entry(winner: Winner, run: int) -> dict[str, Any]:
         "margin": winner.margin,
         "over_default": winner.over_default,
         "cold": winner.cold,
-        "cases": {name: asdict(times) for name, times in winner.cases.items()},
-        "run": run,
+        "cases": {
+            case.name: asdict(winner.cases[case.name]) | {"shape": shapes_csv.row_of(case)} for case in tuned.cases
+        },
     }
 
 
-def winners(content: dict[str, Any]) -> dict[str, list[Winner]]:
-    """The entries of a table that :func:`kvscout.tuning.read` has read, by op.
+class Kept(NamedTuple):
+    """An entry of a table, and its cases by name, None for one that cannot be made any more."""
+
+    op: str
+    winner: Winner
+    cases: dict[str, Case | None]
+
+
+def kept(content: dict[str, Any]) -> list[Kept]:
+    """The entries of a table that :func:`kvscout.tuning.read` has read.
 
     Raises:
         WrongTable: what only ``tune`` reads of it is not there.
     """
     try:
-        return {op: [_winner(entry) for entry in section["entries"]] for op, section in content["ops"].items()}
+        return [_kept(op, entry) for op, section in content["ops"].items() for entry in section["entries"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise tuning.WrongTable(f"is no whole table ({type(error).__name__}: {error})") from error
 
 
-def _winner(entry: dict[str, Any]) -> Winner:
-    runner_up = entry["runner_up"]
-    return Winner(
+def _kept(op: str, entry: dict[str, Any]) -> Kept:
+    runner_up, times, cases = entry["runner_up"], {}, {}
+    for name, of_case in entry["cases"].items():
+        times[name] = CaseTimes(float(of_case["us"]), of_case["runner_up_us"], of_case["default_us"])
+        cases[name] = _case(of_case["shape"])
+    winner = Winner(
         bucket=frozenset(entry["bucket"].items()),
         key=Key(entry["variant"], entry["config"]),
-        runner_up=None if runner_up is None else Key(**runner_up),
+        runner_up=None if runner_up is None else Key(runner_up["variant"], runner_up["config"]),
         margin=entry["margin"],
         over_default=entry["over_default"],
-        cold=entry["cold"],
-        cases={name: CaseTimes(**times) for name, times in entry["cases"].items()},
+        cold=bool(entry["cold"]),
+        cases=times,
     )
+    return Kept(op, winner, cases)
+
+
+def _case(shape: dict[str, str]) -> Case | None:
+    try:
+        return shapes_csv.case_of(shape)
+    except ValueError:
+        return None
