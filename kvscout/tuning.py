@@ -16,7 +16,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ class Table:
 
 
 class WrongTable(ValueError):
-    """A file is no table, or not one for this machine; the message says why."""
+    """A file is no table, or not one for this machine; the message says why, in words that follow the file's name."""
 
 
 @functools.cache
@@ -127,56 +127,53 @@ def stale(op: str) -> str:
 def _tables(arch: str) -> list[Table]:
     """The usable tables of the machine's device of an architecture, the user's own first."""
     model = model_of(arch)
-    found = []
-    for table in look(model) if model is not None and env.use_tuned() else ():
-        if isinstance(table, Table):
-            found.append(table)
-        else:
-            warn(str(table))
-    return found
+    if model is None or not env.use_tuned():
+        return []
+    for file, found in (tables := look(model)).items():
+        if isinstance(found, WrongTable):
+            warn(f"{file}: {found}")
+        elif found is None and file.parent != PACKAGED:
+            warn(f"KVSCOUT_TUNED_DIR: there is no {file}, so no table of one's own is used")
+    return [found for found in tables.values() if isinstance(found, Table)]
 
 
-def look(model: str) -> Iterator[Table | WrongTable]:
-    """The tables of a model, the user's own first; in place of one that cannot be used, why."""
+def look(model: str) -> dict[Path, Table | WrongTable | None]:
+    """Where tables of a model may be, the user's own first: a table, why what is there cannot be used, or nothing."""
     own = env.tuned_dir()
-    for folder in (PACKAGED,) if own is None else (own, PACKAGED):
-        file = folder / file_name(model)
-        try:
-            if file.exists():
-                yield _table(file, model)
-            elif folder == own:
-                yield WrongTable(f"KVSCOUT_TUNED_DIR: there is no {file}, so no table of the user's own is used")
-        except WrongTable as error:
-            yield error
-        except OSError as error:
-            yield WrongTable(f"{file}: cannot be read ({error.strerror})")
+    files = [folder / file_name(model) for folder in (own, PACKAGED) if folder is not None]
+    return {file: _found(file, model) for file in files}
+
+
+def _found(file: Path, model: str) -> Table | WrongTable | None:
+    try:
+        return Table(file, _sections(read(file, model))) if file.exists() else None
+    except WrongTable as error:
+        return error
+    except OSError as error:
+        return WrongTable(f"cannot be read ({error.strerror})")
 
 
 def read(file: Path, model: str) -> dict[str, Any]:
     """Everything in a table of a model.
 
     Raises:
-        WrongTable: it cannot be read, is no table, or is one of another model.
+        WrongTable: it cannot be read, is no table, or is one of another model. The message does not name the file.
     """
     try:
         content = json.loads(file.read_text())
     except OSError as error:
-        raise WrongTable(f"{file}: cannot be read ({error.strerror})") from error
+        raise WrongTable(f"cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise WrongTable(f"{file}: is not JSON ({error})") from error
+        raise WrongTable(f"is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise WrongTable(f"{file}: is no tuned table of format {FORMAT}")
+        raise WrongTable(f"is no tuned table of format {FORMAT}")
     if content.get("device") != model:
-        raise WrongTable(f"{file}: was tuned on {content.get('device')}, and this is {model}")
+        raise WrongTable(f"was tuned on {content.get('device')}, and this is {model}")
     try:
         _sections(content)
     except (KeyError, TypeError, AttributeError) as error:
-        raise WrongTable(f"{file}: is no whole table ({type(error).__name__}: {error})") from error
+        raise WrongTable(f"is no whole table ({type(error).__name__}: {error})") from error
     return content
-
-
-def _table(file: Path, model: str) -> Table:
-    return Table(file, _sections(read(file, model)))
 
 
 def _sections(content: dict[str, Any]) -> dict[str, Section]:

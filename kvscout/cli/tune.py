@@ -132,7 +132,7 @@ def _old(file: Path, model: str) -> dict[str, Any] | None:
         if content is None:
             file.unlink()
     except WrongTable as error:
-        raise UsageError(f"--output: {error}; name another file, or move this one away") from error
+        raise UsageError(f"--output: {str(file)!r} {error}; name another file, or move this one away") from error
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--output: cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}"
@@ -268,7 +268,7 @@ def _check(args: argparse.Namespace, where: torch.device) -> int:
         content = tuning.read(args.check, name_of(where))
         entries = tuned_table.kept(content)
     except WrongTable as error:
-        raise UsageError(f"--check: {error}") from error
+        raise UsageError(f"--check: {str(args.check)!r} {error}") from error
     chosen = [kept for kept in entries if _is_selected(kept, args)]
     if not chosen:
         raise UsageError(f"--check: none of the {len(entries)} entries of {args.check} is selected")

@@ -33,6 +33,9 @@ QUICK_ROUNDS, FINAL_ROUNDS = 3, 10
 NOISE, MOST_ROUNDS = 0.02, 0.75
 """One is faster than another if it takes that much less time, and wins that part of the rounds."""
 
+HOPELESS, HOPELESS_S = 10.0, 0.02
+"""What takes so many times the fastest's time, and that much more, is neither checked nor timed any further."""
+
 DRIFT = 0.1
 """A time that is that much off what a table has is flagged."""
 
@@ -236,20 +239,25 @@ def tune(
 
 def _trials(case: Case, prepared: Prepared, device: torch.device, by: Clock, seconds: float | None) -> Iterator[Trial]:
     """Check and quickly time all that a table may have for a case, the rule's choice first."""
-    started = time.monotonic()
+    started, fastest = time.monotonic(), None
     for number, choice in enumerate(choices(case, prepared)):
-        spent = time.monotonic() - started
-        if number and seconds is not None and spent > seconds:
+        if number and seconds is not None and time.monotonic() - started > seconds:
             yield _trial(case, choice, SKIPPED, f"the {seconds:g} s for the case were over")
-        else:
-            yield _try(case, prepared, choice, device, by)
+            continue
+        found = _try(case, prepared, choice, device, by, fastest)
+        if found.us is not None:
+            fastest = found.us if fastest is None else min(fastest, found.us)
+        yield found
 
 
 def _trial(case: Case, choice: Choice, status: str, message: str = "", **more: Any) -> Trial:
     return Trial(case.op, case.name, *_key(choice), status, message, **more)
 
 
-def _try(case: Case, prepared: Prepared, choice: Choice, device: torch.device, by: Clock) -> Trial:
+def _try(
+    case: Case, prepared: Prepared, choice: Choice, device: torch.device, by: Clock, fastest_us: float | None = None
+) -> Trial:
+    """Check and quickly time one variant and config, unless it is hopeless beside the fastest so far."""
     if (reason := limits.too_large(choice.variant.name, prepared.cost, device.type)) is not None:
         return _trial(case, choice, SKIPPED, reason)
     try:
@@ -257,10 +265,16 @@ def _try(case: Case, prepared: Prepared, choice: Choice, device: torch.device, b
             choice.variant.load(prepared.problem, choice.config)
     except KernelUnavailable as missing:
         return _trial(case, choice, SKIPPED, str(missing))
+    launch = functools.partial(choice.launch, prepared.problem, prepared.args)
+    if fastest_us is not None:
+        seconds, error = attempt(device, timing.rough_seconds, launch)
+        if seconds is None:
+            return _trial(case, choice, FAILED, error)
+        if seconds > HOPELESS * fastest_us * 1e-6 + HOPELESS_S:
+            return _trial(case, choice, SKIPPED, f"takes more than {HOPELESS:g} times as long as another")
     result, error = attempt(device, verify, case, choice, prepared, 1, False)
     if result is None or not result.ok:
         return _trial(case, choice, FAILED, error if result is None else result.message)
-    launch = functools.partial(choice.launch, prepared.problem, prepared.args)
     samples, error = attempt(device, by.time, [launch], QUICK_S, QUICK_ROUNDS)
     if samples is None:
         return _trial(case, choice, FAILED, error)
