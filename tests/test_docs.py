@@ -12,7 +12,7 @@ import pytest
 import kvscout
 from kvscout.cli.main import commands, parser
 
-DOCS = ("docs/measured-facts.md", "docs/numerics.md", "docs/porting.md", "docs/support-matrix.md")
+DOCS = ("docs/measured-facts.md", "docs/numerics.md", "docs/porting.md", "docs/support-matrix.md", "docs/tuning.md")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
 FENCED = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvscout
-from kvscout import env, tuning
+from kvscout import tuning
 from kvscout.device import model_of
 from kvscout.kernels.cute.program import KernelUnavailable
 from kvscout.ops.mqa_logits import api
@@ -313,11 +313,3 @@ def ends_in_docstring(node):
     """The last line of a function or class that ends in a docstring."""
     body = getattr(node, "body", None)
     return {node.end_lineno} if isinstance(body, list) and body and is_docstring(body[-1]) else set()
-
-
-def test_the_folder_of_ones_own(monkeypatch, tmp_path):
-    assert env.tuned_dir() is None
-    monkeypatch.setenv("KVSCOUT_TUNED_DIR", str(tmp_path))
-    assert env.tuned_dir() == tmp_path
-    monkeypatch.setenv("KVSCOUT_TUNED_DIR", "")
-    assert env.tuned_dir() is None

@@ -70,7 +70,10 @@ def _tuned_tables(device: torch.device) -> list[dict[str, str]]:
         found = tuning.look(name_of(device))
     except env.WrongVariable as error:
         return [{"file": "", "state": str(error)}]
-    return [{"file": str(file), "state": _state(table) if used else UNUSED} for file, table in found.items()]
+    return [
+        {"file": str(file), "state": _state(table) if used or table is None else UNUSED}
+        for file, table in found.items()
+    ]
 
 
 def _state(table: tuning.Table | tuning.WrongTable | None) -> str:

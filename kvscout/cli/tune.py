@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[Tuned] = []
     code, stopped, unprepared = 0, None, 0
     try:
-        buckets, unprepared = _buckets(selected, where, args)
+        buckets, unprepared = _buckets(selected, where, args.seed, _jobs(args, where))
         _tune(buckets, where, args, found)
     except KeyboardInterrupt:
         code, stopped = 130, "interrupted"
@@ -155,14 +155,19 @@ Scouted = Bucket | str | None
 """What :func:`kvscout.testing.tune.bucket_of` says of a case."""
 
 
+def _jobs(args: argparse.Namespace, where: torch.device) -> int:
+    """Processes that compile first; without a GPU there is nothing to compile."""
+    return int(args.jobs) if where.type == "cuda" else 1
+
+
 def _buckets(
-    selected: Sequence[Case], where: torch.device, args: argparse.Namespace
+    selected: Sequence[Case], where: torch.device, seed: int, jobs: int
 ) -> tuple[dict[tuple[str, Bucket], list[Case]], int]:
     """The cases of each op and bucket, and how many cases could not be prepared; a GPU's kernels are compiled."""
     buckets: dict[tuple[str, Bucket], list[Case]] = {}
     unprepared, without = 0, 0
     with console.Progress(len(selected), "compile" if where.type == "cuda" else "prepare") as progress:
-        for case, bucket in _scouted([(case, None) for case in selected], where, args):
+        for case, bucket in _scouted([(case, None) for case in selected], where, seed, jobs):
             if isinstance(bucket, str):
                 unprepared += 1
                 console.error(console.failure(case.op, case.name, INPUTS, "", bucket))
@@ -177,16 +182,15 @@ def _buckets(
 
 
 def _scouted(
-    wanted: Sequence[tuple[Case, Collection[Key] | None]], where: torch.device, args: argparse.Namespace
+    wanted: Sequence[tuple[Case, Collection[Key] | None]], where: torch.device, seed: int, jobs: int
 ) -> Iterator[tuple[Case, Scouted]]:
-    """The bucket of each case, in order. On a GPU in several processes, which compile what is to be timed."""
-    jobs = min(args.jobs, len(wanted)) if where.type == "cuda" else 1
-    if jobs == 1:
-        yield from ((case, tune.bucket_of(case, where, args.seed)) for case, _ in wanted)
+    """The bucket of each case, in order. Several processes also compile what is to be timed."""
+    if jobs == 1 or len(wanted) == 1:
+        yield from ((case, tune.bucket_of(case, where, seed)) for case, _ in wanted)
         return
-    with workers.pool(jobs, functools.partial(torch.set_num_threads, 1)) as pool:
+    with workers.pool(min(jobs, len(wanted)), functools.partial(torch.set_num_threads, 1)) as pool:
         futures = [
-            pool.submit(tune.bucket_of, case, where, args.seed, turn, only) for turn, (case, only) in enumerate(wanted)
+            pool.submit(tune.bucket_of, case, where, seed, turn, only) for turn, (case, only) in enumerate(wanted)
         ]
         for (case, _), future in zip(wanted, futures, strict=True):
             try:
@@ -307,8 +311,8 @@ def _retime(chosen: Sequence[Kept], where: torch.device, args: argparse.Namespac
         for case in kept.cases.values()
         if case is not None
     ]
-    if where.type == "cuda":
-        for _ in _scouted(wanted, where, args):
+    if (jobs := _jobs(args, where)) > 1:
+        for _ in _scouted(wanted, where, args.seed, jobs):
             pass
     with console.Progress(len(chosen), "tune --check") as progress:
         for op, winner, of_entry in chosen:

@@ -315,8 +315,11 @@ def mean_us(samples: Samples) -> float:
 
 def is_faster(this: Samples, other: Samples) -> bool:
     """Whether one launch is faster than another beyond noise, by samples of the same rounds."""
-    won = [mine < theirs for pair in zip(this, other, strict=True) for mine, theirs in zip(*pair, strict=True)]
-    return mean_us(this) < (1 - NOISE) * mean_us(other) and sum(won) >= MOST_ROUNDS * len(won)
+    pairs = [list(zip(mine, theirs, strict=True)) for mine, theirs in zip(this, other, strict=True)]
+    # A short case has more rounds than a long one; those that all cases have count.
+    rounds = list(zip(*pairs, strict=False))
+    won = sum(statistics.geometric_mean(mine / theirs for mine, theirs in of_cases) < 1 for of_cases in rounds)
+    return mean_us(this) < (1 - NOISE) * mean_us(other) and won >= MOST_ROUNDS * len(rounds)
 
 
 def _decide(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvscout.roofline import Cost
-from kvscout.testing import measure, sweep
+from kvscout.testing import measure, sweep, tune
 from kvscout.testing.case import SUITE, Guarded, Prepared
 from kvscout.testing.compare import Budget, close
 from kvscout.variants import Family, Variant
@@ -16,6 +16,9 @@ from kvscout.variants import Family, Variant
 @dataclass(frozen=True)
 class Problem:
     arch: str
+
+    def bucket(self):
+        return frozenset({("size", 8)})
 
 
 @dataclass
@@ -61,8 +64,8 @@ def doubling(monkeypatch):
         family.__dict__["names"] = tuple(variants)
         for name, made in variants.items():
             family._loaded[name] = replace(made, name=name)
-        monkeypatch.setattr(sweep, "family", lambda op: family)
-        monkeypatch.setattr(measure, "family", lambda op: family)
+        for module in (sweep, measure, tune):
+            monkeypatch.setattr(module, "family", lambda op: family)
 
     use.case, use.variant, use.double = DoublingCase, variant, double
     return use

@@ -1,0 +1,395 @@
+"""How the fastest of a bucket is found, by times that the tests make up."""
+
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kvscout.kernels.cute.program import KernelUnavailable
+from kvscout.roofline import Cost
+from kvscout.testing import sweep, tune
+from kvscout.testing.sweep import FAILED, PASSED, SKIPPED
+from kvscout.testing.tune import CaseTimes, Clock, Key, Winner
+
+CPU = torch.device("cpu")
+BUCKET = frozenset({("size", 8)})
+
+
+@dataclass
+class Made:
+    """A clock that knows what every config takes, by case if it matters: a number, or a sample a round.
+
+    ``rounds`` are the finals: for each, the configs that were timed together.
+    """
+
+    us: dict[str, object]
+
+    def __post_init__(self):
+        self.rounds = []
+
+    def __call__(self, launches, target_s, least):
+        configs = [launch.func.__self__.config for launch in launches]
+        if len(launches) > 1 or target_s == tune.FINAL_S:
+            self.rounds.append(configs)
+        samples = [
+            self._samples(config, launch.args[1], least) for config, launch in zip(configs, launches, strict=True)
+        ]
+        assert {len(one) for one in samples} == {least}
+        return samples
+
+    def _samples(self, config, args, least):
+        us = self.us[config]
+        if isinstance(us, dict):
+            us = us[len(args[0])]
+        return (
+            list(us) if isinstance(us, list) and least == len(us) else [us[0] if isinstance(us, list) else us] * least
+        )
+
+
+def run(case, us, *more_cases, **options):
+    made = Made(us)
+    return tune.tune(BUCKET, [case, *more_cases], CPU, Clock(made), **options), made
+
+
+def variant(doubling, *configs, **more):
+    """A variant whose default config is "default", and whose space has these too."""
+    return doubling.variant(space=lambda problem: configs, **more)
+
+
+def statuses(tuned):
+    return {trial.config: trial.status for trial in tuned.trials}
+
+
+class TestFinal:
+    def test_the_three_fastest_and_the_rules_choice_are_timed_in_turn(self, doubling):
+        doubling(torch_a=variant(doubling, "a", "b", "c", "d"))
+        found, made = run(doubling.case(), {"default": 50, "a": 40, "b": 10, "c": 30, "d": 20})
+        assert made.rounds == [["b", "c", "d", "default"]]
+        assert found.winner.key == Key("torch_a", "b")
+        assert found.winner.runner_up == Key("torch_a", "d")
+        assert (found.winner.margin, found.winner.over_default) == (1.0, 4.0)
+        assert found.winner.cases == {"eight": CaseTimes(10, 20, 50)}
+        assert [trial.us for trial in found.trials] == [50, 40, 10, 30, 20]
+
+    def test_the_rules_choice_wins_within_noise(self, doubling):
+        doubling(torch_a=variant(doubling, "a"))
+        found, _ = run(doubling.case(), {"default": 100, "a": 98.5})
+        assert found.winner.key == Key("torch_a", "default")
+        assert (found.winner.runner_up, found.winner.margin) == (Key("torch_a", "a"), -0.015)
+        assert found.winner.over_default == 0
+
+    def test_beyond_noise_it_does_not(self, doubling):
+        doubling(torch_a=variant(doubling, "a"))
+        assert run(doubling.case(), {"default": 100, "a": 97.5})[0].winner.key == Key("torch_a", "a")
+
+    def test_of_others_within_noise_the_earlier_wins(self, doubling):
+        doubling(torch_a=variant(doubling, "a", "b", "c"))
+        found, _ = run(doubling.case(), {"default": 100, "a": 81, "b": 90, "c": 80})
+        assert (found.winner.key.config, found.winner.runner_up.config) == ("a", "c")
+
+    def test_a_median_alone_does_not_win(self, doubling):
+        """Faster by a third in the median, and slower in five rounds of ten."""
+        doubling(torch_a=variant(doubling, "a"))
+        default = [3.0, 1.0] * 5
+        found, _ = run(doubling.case(), {"default": default, "a": [2.0, 1.1] * 4 + [0.9, 1.1]})
+        assert found.winner.key.config == "default"
+        found, _ = run(doubling.case(), {"default": default, "a": [2.0, 0.9] * 5})
+        assert found.winner.key.config == "a"
+
+    def test_variants_compete_and_the_highest_rank_is_the_rule(self, doubling):
+        doubling(
+            torch_a=doubling.variant(rank=10),
+            torch_b=replace(doubling.variant(rank=20), default_config=lambda problem: "b"),
+        )
+        for us, expected in (({"default": 10, "b": 10}, "torch_b"), ({"default": 5, "b": 10}, "torch_a")):
+            found, _ = run(doubling.case(), us)
+            assert found.winner.key.variant == expected
+            assert found.winner.over_default == us["b"] / us[found.winner.key.config] - 1
+
+    def test_alone_there_is_no_runner_up(self, doubling):
+        doubling(torch_a=doubling.variant())
+        found, _ = run(doubling.case(), {"default": 7})
+        assert (found.winner.runner_up, found.winner.margin) == (None, None)
+        assert found.winner.cases == {"eight": CaseTimes(7, None, 7)}
+
+    def test_a_final_that_fails_leaves_no_winner(self, doubling):
+        doubling(torch_a=variant(doubling, "a"))
+
+        def clock(launches, target_s, least):
+            if len(launches) > 1:
+                raise torch.OutOfMemoryError("no room\nat all")
+            return [[1.0] * least]
+
+        found = tune.tune(BUCKET, [doubling.case()], CPU, Clock(clock))
+        assert (found.winner, found.message) == (None, "the final failed")
+        assert found.trials[-1].message == "not enough GPU memory: no room"
+        assert found.trials[-1].status == FAILED
+
+
+class Case16:
+    """A case of the same bucket, of which the toy's clock makes another size."""
+
+    def __init__(self, case, name, inputs):
+        self.case, self.op, self.name, self.level, self.inputs = case, case.op, name, case.level, inputs
+
+    def prepare(self, device, seed=0):
+        prepared = self.case.prepare(device, seed)
+        x, out = prepared.args
+        return replace(prepared, args=(self.inputs(x), out))
+
+
+@pytest.fixture
+def two(doubling):
+    """Cases with inputs of 8 elements, and of 1 that counts for all: what each config takes depends on the case."""
+    eight = doubling.case()
+    one = Case16(doubling.case(), "one", lambda x: x[:1])
+    return eight, replace_check(one)
+
+
+def replace_check(case):
+    """Its result is of another size, so it is not compared."""
+    prepare = case.prepare
+    case.prepare = lambda device, seed=0: replace(prepare(device, seed), check=lambda variant: [])
+    return case
+
+
+class TestSeveralCases:
+    def test_their_geometric_mean_decides(self, doubling, two):
+        doubling(torch_a=variant(doubling, "a", "b"))
+        us = {"default": {8: 10, 1: 1000}, "a": {8: 8, 1: 1100}, "b": {8: 9, 1: 900}}
+        found, made = run(two[0], us, two[1])
+        assert found.winner.key.config == "b"
+        assert found.winner.cases == {"eight": CaseTimes(9, 8, 10), "one": CaseTimes(900, 1100, 1000)}
+        assert found.winner.margin == pytest.approx((8 * 1100 / 9 / 900) ** 0.5 - 1, abs=1e-4)
+        assert made.rounds == [["default", "a", "b"]] * 2
+
+    def test_noise_is_what_differs_from_round_to_round(self, doubling, two):
+        """Not what differs from case to case: the second is slower on one case in every round."""
+        doubling(torch_a=variant(doubling, "a"))
+        found, _ = run(two[0], {"default": {8: 10, 1: 100}, "a": {8: 5, 1: 110}}, two[1])
+        assert found.winner.key.config == "a"
+        noisy = [40.0, 2.0] * 5
+        found, _ = run(two[0], {"default": {8: [41.0, 1.9] * 5, 1: 100}, "a": {8: noisy, 1: 97}}, two[1])
+        assert found.winner.key.config == "default"
+
+    @pytest.mark.parametrize(("a", "winner"), [(5, "a"), (10, None)])
+    def test_a_rule_that_differs_within_the_bucket_needs_no_entry(self, doubling, two, a, winner):
+        """The rule takes "few" for the first and "many" for the second case."""
+        sizes = iter([8, 8, 1, 1] * 9)
+        doubling(
+            torch_a=replace(
+                variant(doubling, "few", "many", "a"),
+                default_config=lambda problem: "few" if next(sizes) == 8 else "many",
+            )
+        )
+        sizes = iter([8, 1, 8, 1])
+        us = {"few": {8: 10, 1: 30}, "many": {8: 30, 1: 10}, "a": a}
+        found, _ = run(two[0], us, two[1])
+        assert (found.winner and found.winner.key.config) == winner
+        if winner is None:
+            assert found.message == "no one config is faster than what the rule takes for each case"
+        else:
+            assert found.winner.over_default == 1.0
+
+
+class TestWhatIsNoCandidate:
+    def test_a_wrong_one_is_reported_and_never_wins(self, doubling):
+        def launch(problem, config, args):
+            args[1].copy_(2 * args[0] if config != "wrong" else args[0])
+            if config == "raising":
+                raise RuntimeError("no such instruction")
+
+        doubling(torch_a=doubling.variant(launch, space=lambda problem: ["wrong", "raising", "right"]))
+        found, made = run(doubling.case(), {"default": 10, "right": 9, "wrong": 1, "raising": 1})
+        assert found.winner.key.config == "right"
+        assert made.rounds == [["default", "right"]]
+        assert statuses(found) == {"default": PASSED, "wrong": FAILED, "raising": FAILED, "right": PASSED}
+        messages = {trial.config: trial.message for trial in found.trials}
+        assert "relative difference" in messages["wrong"]
+        assert messages["raising"] == "RuntimeError: no such instruction"
+
+    def test_without_a_right_one_there_is_no_entry(self, doubling):
+        doubling(torch_a=doubling.variant(lambda problem, config, args: None))
+        found, _ = run(doubling.case(), {})
+        assert (found.winner, found.message) == (None, "nothing that a table may have ran to a right result")
+
+    def test_what_only_runs_by_name_or_refuses_is_not_tried(self, doubling):
+        doubling(
+            torch_a=doubling.variant(),
+            torch_named=doubling.variant(rank=0),
+            torch_refusing=doubling.variant(rank=90, refuses=lambda problem: "not this"),
+            triton_b=doubling.variant(rank=90),
+        )
+        found, _ = run(doubling.case(), {"default": 10})
+        assert [trial.variant for trial in found.trials] == ["torch_a"]
+
+    def test_a_missing_kernel_is_skipped_with_its_sentence(self, doubling):
+        def load(problem, config):
+            if config == "missing":
+                raise KernelUnavailable("k: KVSCOUT_AOT_ONLY is set")
+
+        doubling(torch_a=replace(variant(doubling, "missing", "a"), load=load))
+        found, _ = run(doubling.case(), {"default": 10, "a": 5})
+        assert found.winner.key.config == "a"
+        (skipped,) = [trial for trial in found.trials if trial.status == SKIPPED]
+        assert (skipped.config, skipped.message) == ("missing", "k: KVSCOUT_AOT_ONLY is set")
+
+    def test_without_the_rules_choice_the_others_compete(self, doubling):
+        def load(problem, config):
+            if config == "default":
+                raise KernelUnavailable("gone")
+
+        doubling(torch_a=replace(variant(doubling, "a", "b"), load=load))
+        found, _ = run(doubling.case(), {"a": 10, "b": 5})
+        assert (found.winner.key.config, found.winner.over_default) == ("b", None)
+        assert found.winner.cases == {"eight": CaseTimes(5, 10, None)}
+
+    def test_what_is_too_large_is_skipped(self, doubling):
+        doubling(torch_a=doubling.variant())
+        found, _ = run(doubling.case(Cost(10**12, 1)), {})
+        assert found.winner is None
+        assert found.trials[0].message.startswith("too large: ")
+
+    def test_what_is_hopeless_is_not_checked(self, doubling):
+        def launch(problem, config, args):
+            if config == "slow":
+                time.sleep(0.03)
+                launched.append(config)
+            doubling.double(problem, config, args)
+
+        launched = []
+        doubling(torch_a=doubling.variant(launch, space=lambda problem: ["slow"]))
+        found, _ = run(doubling.case(), {"default": 10})
+        assert statuses(found) == {"default": PASSED, "slow": SKIPPED}
+        assert found.trials[1].message == "takes more than 10 times as long as another"
+        assert len(launched) == 2
+
+    def test_a_case_has_only_so_much_time(self, doubling, monkeypatch):
+        now = iter(range(100))
+        monkeypatch.setattr(tune.time, "monotonic", lambda: next(now))
+        doubling(torch_a=variant(doubling, "a", "b", "c"))
+        us = {"default": 10, "a": 9, "b": 1, "c": 1}
+        found, _ = run(doubling.case(), us, seconds_per_case=1.5)
+        assert statuses(found) == {"default": PASSED, "a": PASSED, "b": SKIPPED, "c": SKIPPED}
+        assert found.trials[-1].message == "the 1.5 s for the case were over"
+        assert found.winner.key.config == "a"
+        now = iter(range(0, 1000, 10))
+        found, _ = run(doubling.case(), us, seconds_per_case=1)
+        assert found.winner.key.config == "default"
+
+    def test_inputs_that_cannot_be_made(self, doubling):
+        doubling(torch_a=doubling.variant())
+        found, _ = run(doubling.case(prepare_raises=ValueError("no")), {})
+        assert (found.winner, found.message) == (None, "the inputs cannot be made")
+        assert found.trials[0].message == "cannot be prepared: ValueError: no"
+
+    def test_a_lost_context_ends_everything(self, doubling, monkeypatch):
+        def attempt(device, action, *args):
+            if action is tune.verify:
+                raise sweep.ContextLost("gone")
+            return sweep.attempt(device, action, *args)
+
+        monkeypatch.setattr(tune, "attempt", attempt)
+        doubling(torch_a=doubling.variant())
+        with pytest.raises(sweep.ContextLost):
+            run(doubling.case(), {})
+
+
+class TestBucketOf:
+    def test_says_the_bucket_or_what_is_wrong(self, doubling):
+        doubling(torch_a=doubling.variant())
+        assert tune.bucket_of(doubling.case(), CPU) == BUCKET
+        assert tune.bucket_of(doubling.case(prepare_raises=ValueError("no")), CPU) == "ValueError: no"
+
+    @pytest.mark.parametrize(
+        ("turn", "only", "launched"),
+        [
+            (None, None, ""),
+            (0, None, "default a b"),
+            (4, None, "a b default"),
+            (0, [Key("torch_a", "b")], "b"),
+            (0, [], ""),
+        ],
+    )
+    def test_launches_what_is_to_be_timed(self, doubling, turn, only, launched):
+        found = []
+
+        def launch(problem, config, args):
+            found.append(config)
+            if config == "a":
+                raise RuntimeError("seen again when it is timed")
+
+        doubling(torch_a=doubling.variant(launch, space=lambda problem: ["a", "b"]))
+        assert tune.bucket_of(doubling.case(), CPU, turn=turn, only=only) == BUCKET
+        assert found == launched.split()
+
+
+class TestRetime:
+    WINNER = Winner(
+        BUCKET, Key("torch_a", "a"), Key("torch_a", "default"), 0.5, 0.5, False, {"eight": CaseTimes(10, 15, 15)}
+    )
+
+    def flags(self, doubling, us, winner=WINNER, **more):
+        cases = {"eight": doubling.case()} | more
+        found = tune.retime("doubling", winner, cases, CPU, Clock(Made(us)))
+        assert [(row.op, row.case, row.then_us) for row in found] == [("doubling", "eight", 10)]
+        return found[0]
+
+    @pytest.mark.parametrize(
+        ("a", "default", "flag"),
+        [
+            (10.9, 15, ""),
+            (9.1, 15, ""),
+            (11.2, 15, "takes 12% more than it did"),
+            (8.0, 15, "takes 20% less than it did"),
+            (10.0, 9.9, ""),
+            (10.0, 8.0, "torch_a with default is faster now: the winner takes 25% more"),
+            (20.0, 10, "takes 100% more than it did; torch_a with default is faster now: the winner takes 100% more"),
+        ],
+    )
+    def test_flags(self, doubling, a, default, flag):
+        doubling(torch_a=variant(doubling, "a"))
+        row = self.flags(doubling, {"a": a, "default": default})
+        assert (row.now_us, row.runner_up_us, row.flag) == (a, default, flag)
+
+    def test_a_runner_up_that_is_gone_is_no_flag(self, doubling):
+        doubling(torch_a=variant(doubling, "a"))
+        row = self.flags(doubling, {"a": 10}, replace(self.WINNER, runner_up=Key("torch_gone", "x")))
+        assert (row.now_us, row.runner_up_us, row.flag) == (10, None, "")
+
+    def test_a_winner_that_is_gone_is(self, doubling):
+        doubling(torch_a=doubling.variant())
+        row = self.flags(doubling, {"default": 10})
+        assert (row.now_us, row.flag) == (None, "torch_a with a is nothing that a call could get")
+
+    def test_a_winner_that_is_wrong_is(self, doubling):
+        doubling(torch_a=variant(doubling, "a", launch=lambda problem, config, args: None))
+        assert self.flags(doubling, {}).flag.startswith("failed: out: ")
+
+    def test_a_case_that_is_gone_or_of_another_bucket_is(self, doubling):
+        doubling(torch_a=variant(doubling, "a"))
+        assert self.flags(doubling, {}, eight=None).flag == "the case cannot be made any more"
+        moved = replace(self.WINNER, bucket=frozenset({("size", 16)}))
+        assert self.flags(doubling, {}, moved).flag == "the case is of another bucket now"
+        raising = doubling.case(prepare_raises=ValueError("no"))
+        assert self.flags(doubling, {}, eight=raising).flag == "ValueError: no"
+
+
+def test_the_clock_of_the_cpu_times_launches_in_turn(doubling):
+    calls = []
+    launches = [lambda i=i: calls.append(i) for i in range(3)]
+    samples = tune.clock(CPU).time(launches, 1e-9, 4)
+    assert [len(one) for one in samples] == [4, 4, 4]
+    assert all(us > 0 for one in samples for us in one)
+    assert calls[-12:] == [0, 1, 2] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cold", [False, True])
+def test_the_clock_of_a_gpu_tells_long_from_short(cold):
+    device = torch.device("cuda")
+    sizes = [torch.ones(n, device=device) for n in (1 << 10, 1 << 26)]
+    short, long = tune.clock(device, cold).time([lambda x=x: x.add_(1) for x in sizes], 1e-3, 5)
+    assert len(short) == len(long) >= 5
+    assert max(short) < min(long)
