@@ -27,7 +27,7 @@ from .. import env, tuning
 from ..device import name_of
 from ..testing import provenance, tune, tuned_table
 from ..testing.case import Case, family
-from ..testing.sweep import FAILED, INPUTS, SKIPPED, ContextLost
+from ..testing.sweep import FAILED, INPUTS, REFUSED, SKIPPED, ContextLost
 from ..testing.tune import Key, Retimed, Trial, Tuned
 from ..testing.tuned_table import Kept
 from ..tuning import Bucket, WrongTable
@@ -184,19 +184,33 @@ def _buckets(
 def _scouted(
     wanted: Sequence[tuple[Case, Collection[Key] | None]], where: torch.device, seed: int, jobs: int
 ) -> Iterator[tuple[Case, Scouted]]:
-    """The bucket of each case, in order. Several processes also compile what is to be timed."""
+    """The bucket of each case. Several processes also compile what is to be timed."""
     if jobs == 1 or len(wanted) == 1:
         yield from ((case, tune.bucket_of(case, where, seed)) for case, _ in wanted)
         return
+    again = []
     with workers.pool(min(jobs, len(wanted)), functools.partial(torch.set_num_threads, 1)) as pool:
-        futures = [
-            pool.submit(tune.bucket_of, case, where, seed, turn, only) for turn, (case, only) in enumerate(wanted)
-        ]
+        futures = [pool.submit(_compile, case, where, seed, turn, only) for turn, (case, only) in enumerate(wanted)]
         for (case, _), future in zip(wanted, futures, strict=True):
             try:
-                yield case, future.result()
+                result = future.result()
             except BrokenProcessPool as broken:
+                console.error(f"a kernel killed the process that compiled and launched it: {broken}")
                 raise ContextLost(str(broken)) from broken
+            if isinstance(result, str):
+                again.append(case)
+            else:
+                yield case, result
+    # Several processes may lack the memory that one has, and one that met a bad kernel can do no more.
+    yield from ((case, tune.bucket_of(case, where, seed)) for case in again)
+
+
+def _compile(case: Case, where: torch.device, seed: int, turn: int, only: Collection[Key] | None) -> Scouted:
+    """What a process does with a case; a kernel that breaks its context is met again where it is reported."""
+    try:
+        return tune.bucket_of(case, where, seed, turn, only)
+    except ContextLost as lost:
+        return str(lost)
 
 
 def _tune(
@@ -245,12 +259,12 @@ def _summarise(found: Sequence[Tuned]) -> None:
     columns = ("op", "case", "variant", "us", "rule", "second", "config")
     console.table("fastest, and how much more time the rule's choice and the second take", columns, rows)
     trials = [trial for tuned in found for trial in tuned.trials]
-    number = sum(len(tuned.cases) for tuned in found)
-    console.out(f"{console.count(number, 'case')}, {len(trials)} variants and configs on them")
-    why = Counter((t.op, t.variant, t.message) for t in trials if t.status == SKIPPED)
+    tried = sum(trial.status != REFUSED for trial in trials)
+    console.out(f"{console.count(sum(len(t.cases) for t in found), 'case')}, {tried} variants and configs on them")
+    why = Counter((t.op, t.variant, t.message) for t in trials if t.status in (SKIPPED, REFUSED))
     if why:
         reasons = [(op, variant, number, message) for (op, variant, message), number in why.most_common()]
-        console.table("not timed", ("op", "variant", "configs", "reason"), reasons)
+        console.table("not timed", ("op", "variant", "times", "reason"), reasons)
     failures = [trial for trial in trials if trial.status == FAILED]
     if failures:
         console.out(f"\n{len(failures)} failed")

@@ -20,7 +20,7 @@ from ..tuning import Bucket
 from ..variants import Choice
 from . import limits, timing
 from .case import Case, Prepared, family
-from .sweep import FAILED, INPUTS, PASSED, SKIPPED, attempt, free
+from .sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, attempt, free
 from .verify import verify
 
 FINALISTS = 3
@@ -52,12 +52,14 @@ Samples = list[list[float]]
 
 
 class Clock(NamedTuple):
-    """How launches are timed: ``time(launches, target_s, least)`` gives each one's samples, taken in turn.
+    """How launches are timed; the only place where time is measured.
 
-    The only place where time is measured. ``cold`` is what a table says of its times.
+    ``time(launches, target_s, least)`` gives each one's samples, taken in turn; ``rough(launch)`` is about how many
+    seconds one takes. ``cold`` is what a table says of its times.
     """
 
     time: Callable[[Sequence[timing.Launch], float, int], list[list[float]]]
+    rough: Callable[[timing.Launch], float]
     cold: bool = False
 
 
@@ -67,7 +69,7 @@ def clock(device: torch.device, cold: bool = False) -> Clock:
     def time_of(launches: Sequence[timing.Launch], target_s: float, least: int) -> list[list[float]]:
         return timing.interleaved(launches, device, target_s, least, cold)
 
-    return Clock(time_of, cold)
+    return Clock(time_of, timing.rough_seconds, cold)
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ class Trial:
     """What became of one variant and config on one case.
 
     Attributes:
-        status: :data:`PASSED`, :data:`FAILED` (it raised or gave a wrong result), or :data:`SKIPPED` (its kernel is not
-            there, it would take too long, or no time was left).
+        status: :data:`PASSED`, :data:`FAILED` (it raised or gave a wrong result), :data:`REFUSED` (the whole variant
+            does not serve the problem), or :data:`SKIPPED` (its kernel is not there, it would take too long, or no time
+            was left).
         message: why it is not passed.
         us: median of a quick timing.
     """
@@ -238,7 +241,7 @@ def tune(
 
 
 def _trials(case: Case, prepared: Prepared, device: torch.device, by: Clock, seconds: float | None) -> Iterator[Trial]:
-    """Check and quickly time all that a table may have for a case, the rule's choice first."""
+    """Check and quickly time all that a table may have for a case, the rule's choice first; then say who refuses."""
     started, fastest = time.monotonic(), None
     for number, choice in enumerate(choices(case, prepared)):
         if number and seconds is not None and time.monotonic() - started > seconds:
@@ -248,6 +251,9 @@ def _trials(case: Case, prepared: Prepared, device: torch.device, by: Clock, sec
         if found.us is not None:
             fastest = found.us if fastest is None else min(fastest, found.us)
         yield found
+    for name in family(case.op).names:
+        if (reason := family(case.op).refusal(name, prepared.problem)) is not None:
+            yield Trial(case.op, case.name, name, "", REFUSED, reason)
 
 
 def _trial(case: Case, choice: Choice, status: str, message: str = "", **more: Any) -> Trial:
@@ -267,7 +273,7 @@ def _try(
         return _trial(case, choice, SKIPPED, str(missing))
     launch = functools.partial(choice.launch, prepared.problem, prepared.args)
     if fastest_us is not None:
-        seconds, error = attempt(device, timing.rough_seconds, launch)
+        seconds, error = attempt(device, by.rough, launch)
         if seconds is None:
             return _trial(case, choice, FAILED, error)
         if seconds > HOPELESS * fastest_us * 1e-6 + HOPELESS_S:

@@ -1,6 +1,5 @@
 """How the fastest of a bucket is found, by times that the tests make up."""
 
-import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from kvscout.kernels.cute.program import KernelUnavailable
 from kvscout.roofline import Cost
 from kvscout.testing import sweep, tune
-from kvscout.testing.sweep import FAILED, PASSED, SKIPPED
+from kvscout.testing.sweep import FAILED, PASSED, REFUSED, SKIPPED
 from kvscout.testing.tune import CaseTimes, Clock, Key, Winner
 
 CPU = torch.device("cpu")
@@ -47,9 +46,13 @@ class Made:
         )
 
 
-def run(case, us, *more_cases, **options):
+def no_time(launch):
+    return 0.0
+
+
+def run(case, us, *more_cases, rough=no_time, **options):
     made = Made(us)
-    return tune.tune(BUCKET, [case, *more_cases], CPU, Clock(made), **options), made
+    return tune.tune(BUCKET, [case, *more_cases], CPU, Clock(made, rough), **options), made
 
 
 def variant(doubling, *configs, **more):
@@ -121,7 +124,7 @@ class TestFinal:
                 raise torch.OutOfMemoryError("no room\nat all")
             return [[1.0] * least]
 
-        found = tune.tune(BUCKET, [doubling.case()], CPU, Clock(clock))
+        found = tune.tune(BUCKET, [doubling.case()], CPU, Clock(clock, no_time))
         assert (found.winner, found.message) == (None, "the final failed")
         assert found.trials[-1].message == "not enough GPU memory: no room"
         assert found.trials[-1].status == FAILED
@@ -222,7 +225,10 @@ class TestWhatIsNoCandidate:
             triton_b=doubling.variant(rank=90),
         )
         found, _ = run(doubling.case(), {"default": 10})
-        assert [trial.variant for trial in found.trials] == ["torch_a"]
+        assert [(trial.variant, trial.status, trial.message) for trial in found.trials] == [
+            ("torch_a", PASSED, ""),
+            ("torch_refusing", REFUSED, "not this"),
+        ]
 
     def test_a_missing_kernel_is_skipped_with_its_sentence(self, doubling):
         def load(problem, config):
@@ -251,19 +257,20 @@ class TestWhatIsNoCandidate:
         assert found.winner is None
         assert found.trials[0].message.startswith("too large: ")
 
-    def test_what_is_hopeless_is_not_checked(self, doubling):
-        def launch(problem, config, args):
-            if config == "slow":
-                time.sleep(0.03)
-                launched.append(config)
-            doubling.double(problem, config, args)
+    @pytest.mark.parametrize(("seconds", "status"), [(0.0301, PASSED), (0.0303, SKIPPED)])
+    def test_what_is_hopeless_is_not_checked(self, doubling, seconds, status):
+        """Ten times 1 ms, and 20 ms that any launch may take."""
+        doubling(torch_a=variant(doubling, "slow"))
+        seen = []
 
-        launched = []
-        doubling(torch_a=doubling.variant(launch, space=lambda problem: ["slow"]))
-        found, _ = run(doubling.case(), {"default": 10})
-        assert statuses(found) == {"default": PASSED, "slow": SKIPPED}
-        assert found.trials[1].message == "takes more than 10 times as long as another"
-        assert len(launched) == 2
+        def rough(launch):
+            seen.append(launch.func.__self__.config)
+            return seconds
+
+        found, _ = run(doubling.case(), {"default": 1020, "slow": 30_000}, rough=rough)
+        assert statuses(found) == {"default": PASSED, "slow": status}
+        assert seen == ["slow"]
+        assert found.trials[1].message == ("takes more than 10 times as long as another" if status == SKIPPED else "")
 
     def test_a_case_has_only_so_much_time(self, doubling, monkeypatch):
         now = iter(range(100))
@@ -332,7 +339,7 @@ class TestRetime:
 
     def flags(self, doubling, us, winner=WINNER, **more):
         cases = {"eight": doubling.case()} | more
-        found = tune.retime("doubling", winner, cases, CPU, Clock(Made(us)))
+        found = tune.retime("doubling", winner, cases, CPU, Clock(Made(us), no_time))
         assert [(row.op, row.case, row.then_us) for row in found] == [("doubling", "eight", 10)]
         return found[0]
 
