@@ -27,7 +27,7 @@ from .. import env, tuning
 from ..device import name_of
 from ..testing import provenance, tune, tuned_table
 from ..testing.case import Case, family
-from ..testing.sweep import FAILED, INPUTS, REFUSED, SKIPPED, ContextLost
+from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost
 from ..testing.tune import Key, Retimed, Trial, Tuned
 from ..testing.tuned_table import Kept
 from ..tuning import Bucket, WrongTable
@@ -108,12 +108,14 @@ def run(args: argparse.Namespace) -> int:
     content = record | {"stopped": stopped, "buckets": [_described(tuned) for tuned in found]}
     written = write_json(args.json, content)
     _summarise(found)
-    if found:
-        written = _write(file, tuned_table.merged(old, model, record, found)) and written
+    table = tuned_table.merged(old, model, record, found)
+    if found and (old or table["ops"]):
+        _say_what_went(old, found)
+        written = _write(file, table) and written
     if stopped is not None:
         console.error(stopped)
-    failed = any(trial.status == FAILED for tuned in found for trial in tuned.trials)
-    return code or int(not written or failed or unprepared > 0 or not any(tuned.winner for tuned in found))
+    statuses = {trial.status for tuned in found for trial in tuned.trials}
+    return code or int(not written or unprepared > 0 or FAILED in statuses or PASSED not in statuses)
 
 
 def _old(file: Path, model: str) -> dict[str, Any] | None:
@@ -138,6 +140,14 @@ def _old(file: Path, model: str) -> dict[str, Any] | None:
             f"--output: cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}"
         ) from error
     return content
+
+
+def _say_what_went(old: dict[str, Any] | None, found: Sequence[Tuned]) -> None:
+    for op in dict.fromkeys(tuned.op for tuned in found):
+        section = (old or {"ops": {}})["ops"].get(op)
+        if section is not None and section["fingerprint"] != tuning.fingerprint(family(op).package):
+            number = len(section["entries"])
+            console.out(f"left out, as they are of other kernels: {number} older entries of {op}")
 
 
 def _write(file: Path, table: dict[str, Any]) -> bool:

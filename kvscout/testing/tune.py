@@ -21,7 +21,7 @@ from ..variants import Choice
 from . import limits, timing
 from .case import Case, Prepared, family
 from .sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, attempt, free
-from .verify import verify
+from .verify import Result, verify
 
 FINALISTS = 3
 
@@ -266,25 +266,31 @@ def _try(
     """Check and quickly time one variant and config, unless it is hopeless beside the fastest so far."""
     if (reason := limits.too_large(choice.variant.name, prepared.cost, device.type)) is not None:
         return _trial(case, choice, SKIPPED, reason)
+    found, error = attempt(device, _checked_and_timed, case, prepared, choice, by, fastest_us)
+    if found is None:
+        return _trial(case, choice, FAILED, error)
+    if isinstance(found, str):
+        return _trial(case, choice, SKIPPED, found)
+    result, samples = found
+    if not result.ok:
+        return _trial(case, choice, FAILED, result.message)
+    return _trial(case, choice, PASSED, max_rel=result.max_rel, us=statistics.median(samples))
+
+
+def _checked_and_timed(
+    case: Case, prepared: Prepared, choice: Choice, by: Clock, fastest_us: float | None
+) -> tuple[Result, list[float]] | str:
+    """The check, and samples where it held; or why neither was done."""
+    launch = functools.partial(choice.launch, prepared.problem, prepared.args)
     try:
         if choice.variant.load is not None:
             choice.variant.load(prepared.problem, choice.config)
+        if fastest_us is not None and by.rough(launch) > HOPELESS * fastest_us * 1e-6 + HOPELESS_S:
+            return f"takes more than {HOPELESS:g} times as long as another"
+        result = verify(case, choice, prepared, 1, False)
+        return result, by.time([launch], QUICK_S, QUICK_ROUNDS)[0] if result.ok else []
     except KernelUnavailable as missing:
-        return _trial(case, choice, SKIPPED, str(missing))
-    launch = functools.partial(choice.launch, prepared.problem, prepared.args)
-    if fastest_us is not None:
-        seconds, error = attempt(device, by.rough, launch)
-        if seconds is None:
-            return _trial(case, choice, FAILED, error)
-        if seconds > HOPELESS * fastest_us * 1e-6 + HOPELESS_S:
-            return _trial(case, choice, SKIPPED, f"takes more than {HOPELESS:g} times as long as another")
-    result, error = attempt(device, verify, case, choice, prepared, 1, False)
-    if result is None or not result.ok:
-        return _trial(case, choice, FAILED, error if result is None else result.message)
-    samples, error = attempt(device, by.time, [launch], QUICK_S, QUICK_ROUNDS)
-    if samples is None:
-        return _trial(case, choice, FAILED, error)
-    return _trial(case, choice, PASSED, max_rel=result.max_rel, us=statistics.median(samples[0]))
+        return str(missing)
 
 
 def _finalists(quick: Sequence[Mapping[Key, float]]) -> list[Key]:

@@ -75,8 +75,11 @@ def kept(content: dict[str, Any]) -> list[Kept]:
         WrongTable: what only ``tune`` reads of it is not there.
     """
     try:
-        return [_kept(op, entry) for op, section in content["ops"].items() for entry in section["entries"]]
-    except (KeyError, TypeError, AttributeError) as error:
+        entries = [(op, entry) for op, section in content["ops"].items() for entry in section["entries"]]
+        for _, entry in entries:
+            content["runs"][entry["run"]]
+        return [_kept(op, entry) for op, entry in entries]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise tuning.WrongTable(f"is no whole table ({type(error).__name__}: {error})") from error
 
 
@@ -84,11 +87,13 @@ def _kept(op: str, entry: dict[str, Any]) -> Kept:
     runner_up, times, cases = entry["runner_up"], {}, {}
     for name, of_case in entry["cases"].items():
         times[name] = CaseTimes(float(of_case["us"]), of_case["runner_up_us"], of_case["default_us"])
+        if not times[name].us > 0:
+            raise ValueError(f"{name}: a time of {times[name].us} us")
         cases[name] = _case(of_case["shape"])
     winner = Winner(
         bucket=frozenset(entry["bucket"].items()),
-        key=Key(entry["variant"], entry["config"]),
-        runner_up=None if runner_up is None else Key(runner_up["variant"], runner_up["config"]),
+        key=Key(str(entry["variant"]), str(entry["config"])),
+        runner_up=None if runner_up is None else Key(str(runner_up["variant"]), str(runner_up["config"])),
         margin=entry["margin"],
         over_default=entry["over_default"],
         cold=bool(entry["cold"]),

@@ -103,18 +103,37 @@ class TestTuning:
         assert [len(content["runs"]) for content in (before, after)] == [1, 2]
         assert "t.json: 2 entries" in out
 
+    def test_entries_of_other_kernels_are_replaced(self, run, takes):
+        takes({DEFAULT: 100, SMALL: 50})
+        assert run(*TWO, "--output", "t.json")[0] == 0
+        file = command.Path("t.json")
+        content = table(file)
+        content["ops"]["mqa_logits"]["fingerprint"] = "0" * 16
+        file.write_text(json.dumps(content))
+        code, out, _ = run(*ONE, "--output", "t.json")
+        assert code == 0
+        assert "left out, as they are of other kernels: 2 older entries of mqa_logits\nt.json: 1 entry\n" in out
+        assert len(table(file)["runs"]) == 1
+
     def test_ones_own_folder_is_where_it_goes(self, run, takes, here, monkeypatch):
         takes({DEFAULT: 100, SMALL: 50})
         monkeypatch.setenv("KVSCOUT_TUNED_DIR", str(here / "own" / "folder"))
         assert run(*ONE)[0] == 0
         assert winners(table(here / "own" / "folder" / tuning.file_name(model_of("cpu"))))
 
-    def test_what_is_wrong_is_named_and_not_written(self, run, takes, launch_instead):
+    def test_a_rule_that_stays_is_no_failure(self, run, takes, monkeypatch):
+        monkeypatch.setattr(tune, "_decide", lambda *args: None)
+        takes({DEFAULT: 100, SMALL: 50})
+        code, out, _ = run(*ONE)
+        assert code == 0
+        assert "no one config is faster than what the rule takes for each case" in out
+
+    def test_what_is_wrong_is_named_and_not_written(self, run, here, takes, launch_instead):
         launch_instead("torch_chunked", lambda problem, config, args: args.out.fill_(0.5))
         takes({DEFAULT: 100, SMALL: 50})
         code, out, err = run(*ONE)
         assert code == 1
-        assert table()["ops"] == {}
+        assert not (here / "tuned" / tuning.file_name(model_of("cpu"))).exists()
         assert out.count("FAILED mqa_logits 17x76-h8-d64-causal-clean torch_chunked Config(") == 2
         assert out.count("nothing that a table may have ran to a right result") == 1
         assert "FAILED" in err

@@ -230,12 +230,15 @@ class TestWhatIsNoCandidate:
             ("torch_refusing", REFUSED, "not this"),
         ]
 
-    def test_a_missing_kernel_is_skipped_with_its_sentence(self, doubling):
-        def load(problem, config):
+    @pytest.mark.parametrize("when", ["load", "launch"])
+    def test_a_missing_kernel_is_skipped_with_its_sentence(self, doubling, when):
+        def missing(problem, config, args=None):
             if config == "missing":
                 raise KernelUnavailable("k: KVSCOUT_AOT_ONLY is set")
+            if args is not None:
+                doubling.double(problem, config, args)
 
-        doubling(torch_a=replace(variant(doubling, "missing", "a"), load=load))
+        doubling(torch_a=replace(variant(doubling, "missing", "a"), **{when: missing}))
         found, _ = run(doubling.case(), {"default": 10, "a": 5})
         assert found.winner.key.config == "a"
         (skipped,) = [trial for trial in found.trials if trial.status == SKIPPED]
@@ -293,7 +296,7 @@ class TestWhatIsNoCandidate:
 
     def test_a_lost_context_ends_everything(self, doubling, monkeypatch):
         def attempt(device, action, *args):
-            if action is tune.verify:
+            if action is tune._checked_and_timed:
                 raise sweep.ContextLost("gone")
             return sweep.attempt(device, action, *args)
 

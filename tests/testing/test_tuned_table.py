@@ -111,12 +111,39 @@ def test_a_case_that_cannot_be_made_any_more(tmp_path):
     assert kept.cases == {CASE.name: None}
 
 
-@pytest.mark.parametrize("broken", ["runner_up", "margin", "cold", "cases"])
-def test_what_calls_need_may_be_there_and_the_rest_not(tmp_path, broken):
+def without(name):
+    def change(table, entry):
+        del entry[name]
+
+    return change
+
+
+def change_time(us):
+    def change(table, entry):
+        entry["cases"][CASE.name]["us"] = us
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *((without(name), f"KeyError: '{name}'") for name in ("runner_up", "margin", "cold", "cases", "run")),
+        (lambda table, entry: table.update(runs=[]), "IndexError: list index out of range"),
+        (lambda table, entry: table.pop("runs"), "KeyError: 'runs'"),
+        (lambda table, entry: entry.update(run="first"), "TypeError: list indices must be integers"),
+        (lambda table, entry: entry.update(cases=[]), "AttributeError: "),
+        (lambda table, entry: entry.update(runner_up={}), "KeyError: 'variant'"),
+        (change_time(None), "TypeError: float"),
+        (change_time(0), f"ValueError: {CASE.name}: a time of 0.0 us"),
+    ],
+)
+def test_what_calls_need_may_be_there_and_the_rest_not(tmp_path, change, said):
     table = merged(None, "run", tuned(8))
-    del table["ops"]["mqa_logits"]["entries"][0][broken]
-    with pytest.raises(tuning.WrongTable, match=f"is no whole table .KeyError: '{broken}'"):
+    change(table, table["ops"]["mqa_logits"]["entries"][0])
+    with pytest.raises(tuning.WrongTable) as raised:
         tuned_table.kept(through_a_file(table, tmp_path))
+    assert str(raised.value).startswith(f"is no whole table ({said}")
 
 
 def test_the_file_is_json_for_people():
