@@ -27,8 +27,9 @@ from .. import env, tuning
 from ..device import name_of
 from ..testing import provenance, tune, tuned_table
 from ..testing.case import Case, family
+from ..testing.retime import Retimed, retime
 from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost
-from ..testing.tune import Key, Retimed, Trial, Tuned
+from ..testing.tune import Key, Trial, Tuned
 from ..testing.tuned_table import Kept
 from ..tuning import Bucket, WrongTable
 from . import arguments, console, workers
@@ -341,7 +342,7 @@ def _retime(chosen: Sequence[Kept], where: torch.device, args: argparse.Namespac
     with console.Progress(len(chosen), "tune --check") as progress:
         for op, winner, of_entry in chosen:
             progress.show(f"{op} {next(iter(of_entry))}")
-            found += tune.retime(op, winner, of_entry, where, tune.clock(where, winner.cold), args.seed)
+            found += retime(op, winner, of_entry, where, tune.clock(where, winner.cold), args.seed)
             progress.advance()
 
 

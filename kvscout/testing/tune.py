@@ -36,9 +36,6 @@ NOISE, MOST_ROUNDS = 0.02, 0.75
 HOPELESS, HOPELESS_S = 10.0, 0.02
 """What takes so many times the fastest's time, and that much more, is neither checked nor timed any further."""
 
-DRIFT = 0.1
-"""A time that is that much off what a table has is flagged."""
-
 
 class Key(NamedTuple):
     """A variant, and a config as ``str`` gives it."""
@@ -149,7 +146,8 @@ def choices(case: Case, prepared: Prepared) -> list[Choice]:
     return [Choice(variant, config) for variant in variants for config in variant.configs(prepared.problem)]
 
 
-def _key(choice: Choice) -> Key:
+def key_of(choice: Choice) -> Key:
+    """What stands in a table for a choice."""
     return Key(choice.variant.name, str(choice.config))
 
 
@@ -167,7 +165,7 @@ def bucket_of(
         return error
     bucket: Bucket | None = prepared.problem.bucket()
     if turn is not None and bucket is not None:
-        found = [choice for choice in choices(case, prepared) if only is None or _key(choice) in only]
+        found = [choice for choice in choices(case, prepared) if only is None or key_of(choice) in only]
         for number in range(len(found)):
             choice = found[(turn + number) % len(found)]
             if limits.too_large(choice.variant.name, prepared.cost, device.type) is None:
@@ -247,7 +245,7 @@ def _trials(case: Case, prepared: Prepared, device: torch.device, by: Clock, sec
         if number and seconds is not None and time.monotonic() - started > seconds:
             yield _trial(case, choice, SKIPPED, f"the {seconds:g} s for the case were over")
             continue
-        found = _try(case, prepared, choice, device, by, fastest)
+        found = try_one(case, prepared, choice, device, by, fastest)
         if found.us is not None:
             fastest = found.us if fastest is None else min(fastest, found.us)
         yield found
@@ -257,10 +255,10 @@ def _trials(case: Case, prepared: Prepared, device: torch.device, by: Clock, sec
 
 
 def _trial(case: Case, choice: Choice, status: str, message: str = "", **more: Any) -> Trial:
-    return Trial(case.op, case.name, *_key(choice), status, message, **more)
+    return Trial(case.op, case.name, *key_of(choice), status, message, **more)
 
 
-def _try(
+def try_one(
     case: Case, prepared: Prepared, choice: Choice, device: torch.device, by: Clock, fastest_us: float | None = None
 ) -> Trial:
     """Check and quickly time one variant and config, unless it is hopeless beside the fastest so far."""
@@ -315,7 +313,7 @@ def _final(
 ) -> dict[Key, list[float]]:
     if prepared is None:
         prepared = case.prepare(device, seed)
-    found = {_key(choice): choice for choice in choices(case, prepared)}
+    found = {key_of(choice): choice for choice in choices(case, prepared)}
     launches = [functools.partial(found[key].launch, prepared.problem, prepared.args) for key in keys]
     return dict(zip(keys, by.time(launches, FINAL_S, FINAL_ROUNDS), strict=True))
 
@@ -369,8 +367,8 @@ def _decide(
         for number, (name, of_case) in enumerate(zip(names, times, strict=True))
     }
     mine = by_key[winner]
-    margin = None if runner_up is None else _more(others[runner_up], mine)
-    over_default = None if by_rule is None else _more(by_rule, mine)
+    margin = None if runner_up is None else more_time(others[runner_up], mine)
+    over_default = None if by_rule is None else more_time(by_rule, mine)
     return Winner(bucket, winner, runner_up, margin, over_default, cold, cases)
 
 
@@ -378,75 +376,6 @@ def _median(samples: Sequence[float]) -> float:
     return round(statistics.median(samples), 3)
 
 
-def _more(other: Samples, mine: Samples) -> float:
+def more_time(other: Samples, mine: Samples) -> float:
+    """How much more time another takes than mine, as a part of mine."""
     return round(mean_us(other) / mean_us(mine) - 1, 4)
-
-
-@dataclass(frozen=True)
-class Retimed:
-    """Times of a table's entry on one of its cases, then and now, and what is wrong with it, or an empty string."""
-
-    op: str
-    case: str
-    key: Key
-    then_us: float | None
-    now_us: float | None = None
-    runner_up_us: float | None = None
-    flag: str = ""
-
-
-def retime(
-    op: str, winner: Winner, cases: Mapping[str, Case | None], device: torch.device, by: Clock, seed: int = 0
-) -> list[Retimed]:
-    """Check and time a table's entry and its runner-up again.
-
-    Args:
-        op: the entry's op.
-        winner: the entry.
-        cases: its cases by name, None for one that cannot be made any more.
-        device: where to run.
-        by: how launches are timed.
-        seed: of the inputs.
-
-    Raises:
-        ContextLost: a kernel broke the GPU's context.
-    """
-    rows, mine, others = [], [], []
-    for name, then in winner.cases.items():
-        row = Retimed(op, name, winner.key, then.us)
-        samples, error = attempt(device, _again, cases.get(name), winner, device, by, seed)
-        free(device)
-        if samples is None or isinstance(samples, str):
-            rows.append(replace(row, flag=samples or error))
-            continue
-        now, *other = map(statistics.median, samples)
-        mine.append(samples[0])
-        others += samples[1:]
-        drift = now / then.us - 1
-        flag = f"takes {abs(drift):.0%} {'more' if drift > 0 else 'less'} than it did" if abs(drift) > DRIFT else ""
-        rows.append(replace(row, now_us=now, runner_up_us=other[0] if other else None, flag=flag))
-    if winner.runner_up is not None and len(others) == len(mine) > 0 and is_faster(others, mine):
-        lost = f"{' with '.join(winner.runner_up)} is faster now: the winner takes {_more(mine, others):.0%} more"
-        rows = [replace(row, flag="; ".join(filter(None, (row.flag, lost)))) for row in rows]
-    return rows
-
-
-def _again(case: Case | None, winner: Winner, device: torch.device, by: Clock, seed: int) -> list[list[float]] | str:
-    """Samples of a winner and, where it can still run, its runner-up; or what keeps the winner from being timed."""
-    if case is None:
-        return "the case cannot be made any more"
-    prepared = case.prepare(device, seed)
-    if prepared.problem.bucket() != winner.bucket:
-        return "the case is of another bucket now"
-    found = {_key(choice): choice for choice in choices(case, prepared)}
-    trials = []
-    for key in (winner.key, winner.runner_up):
-        if key in found:
-            trials.append(_try(case, prepared, found[key], device, by))
-    if winner.key not in found:
-        return f"{' with '.join(winner.key)} is nothing that a call could get"
-    if trials[0].status != PASSED:
-        return f"{trials[0].status}: {trials[0].message}"
-    keys = [trial.key for trial in trials if trial.status == PASSED]
-    launches = [functools.partial(found[key].launch, prepared.problem, prepared.args) for key in keys]
-    return by.time(launches, FINAL_S, FINAL_ROUNDS)

@@ -285,7 +285,7 @@ class TestCheck:
         assert out.count("the case cannot be made any more") == 2
 
     def test_ctrl_c(self, run, made, monkeypatch):
-        whole, seen = command.tune.retime, []
+        whole, seen = command.retime, []
 
         def once(*args):
             if seen:
@@ -293,7 +293,7 @@ class TestCheck:
             seen.append(1)
             return whole(*args)
 
-        monkeypatch.setattr(command.tune, "retime", once)
+        monkeypatch.setattr(command, "retime", once)
         code, out, err = self.check(run)
         assert code == 130
         assert "0 of 1 case flagged" in out

@@ -69,3 +69,38 @@ def doubling(monkeypatch):
 
     use.case, use.variant, use.double = DoublingCase, variant, double
     return use
+
+
+@dataclass
+class MadeTimes:
+    """A clock that knows what every config takes: a number, a sample a round, or these by length of the input.
+
+    ``rounds`` are the finals: for each, the configs that were timed together.
+    """
+
+    us: dict[str, Any]
+    rounds: list[list[str]] = field(default_factory=list)
+
+    @property
+    def clock(self):
+        return tune.Clock(self._time, lambda launch: 0.0)
+
+    def _time(self, launches, target_s, least):
+        configs = [launch.func.__self__.config for launch in launches]
+        if target_s == tune.FINAL_S:
+            self.rounds.append(configs)
+        return [self._samples(config, launch.args[1], least) for config, launch in zip(configs, launches, strict=True)]
+
+    def _samples(self, config, args, least):
+        us = self.us[config]
+        if isinstance(us, dict):
+            us = us[len(args[0])]
+        if isinstance(us, list):
+            return us if len(us) == least else us[:1] * least
+        return [us] * least
+
+
+@pytest.fixture
+def made_times():
+    """``made_times({config: us})``: see :class:`MadeTimes`."""
+    return MadeTimes

@@ -1,6 +1,6 @@
 """How the fastest of a bucket is found, by times that the tests make up."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,50 +9,22 @@ from kvscout.kernels.cute.program import KernelUnavailable
 from kvscout.roofline import Cost
 from kvscout.testing import sweep, tune
 from kvscout.testing.sweep import FAILED, PASSED, REFUSED, SKIPPED
-from kvscout.testing.tune import CaseTimes, Clock, Key, Winner
+from kvscout.testing.tune import CaseTimes, Clock, Key
 
 CPU = torch.device("cpu")
 BUCKET = frozenset({("size", 8)})
 
 
-@dataclass
-class Made:
-    """A clock that knows what every config takes, by case if it matters: a number, or a sample a round.
+@pytest.fixture
+def run(made_times):
+    """``run(case, us, ...)``: what came of a bucket, and the clock that was asked."""
 
-    ``rounds`` are the finals: for each, the configs that were timed together.
-    """
+    def run(case, us, *more_cases, rough=None, **options):
+        made = made_times(us)
+        by = made.clock if rough is None else made.clock._replace(rough=rough)
+        return tune.tune(BUCKET, [case, *more_cases], CPU, by, **options), made
 
-    us: dict[str, object]
-
-    def __post_init__(self):
-        self.rounds = []
-
-    def __call__(self, launches, target_s, least):
-        configs = [launch.func.__self__.config for launch in launches]
-        if len(launches) > 1 or target_s == tune.FINAL_S:
-            self.rounds.append(configs)
-        samples = [
-            self._samples(config, launch.args[1], least) for config, launch in zip(configs, launches, strict=True)
-        ]
-        assert {len(one) for one in samples} == {least}
-        return samples
-
-    def _samples(self, config, args, least):
-        us = self.us[config]
-        if isinstance(us, dict):
-            us = us[len(args[0])]
-        return (
-            list(us) if isinstance(us, list) and least == len(us) else [us[0] if isinstance(us, list) else us] * least
-        )
-
-
-def no_time(launch):
-    return 0.0
-
-
-def run(case, us, *more_cases, rough=no_time, **options):
-    made = Made(us)
-    return tune.tune(BUCKET, [case, *more_cases], CPU, Clock(made, rough), **options), made
+    return run
 
 
 def variant(doubling, *configs, **more):
@@ -65,7 +37,7 @@ def statuses(tuned):
 
 
 class TestFinal:
-    def test_the_three_fastest_and_the_rules_choice_are_timed_in_turn(self, doubling):
+    def test_the_three_fastest_and_the_rules_choice_are_timed_in_turn(self, run, doubling):
         doubling(torch_a=variant(doubling, "a", "b", "c", "d"))
         found, made = run(doubling.case(), {"default": 50, "a": 40, "b": 10, "c": 30, "d": 20})
         assert made.rounds == [["b", "c", "d", "default"]]
@@ -75,23 +47,23 @@ class TestFinal:
         assert found.winner.cases == {"eight": CaseTimes(10, 20, 50)}
         assert [trial.us for trial in found.trials] == [50, 40, 10, 30, 20]
 
-    def test_the_rules_choice_wins_within_noise(self, doubling):
+    def test_the_rules_choice_wins_within_noise(self, run, doubling):
         doubling(torch_a=variant(doubling, "a"))
         found, _ = run(doubling.case(), {"default": 100, "a": 98.5})
         assert found.winner.key == Key("torch_a", "default")
         assert (found.winner.runner_up, found.winner.margin) == (Key("torch_a", "a"), -0.015)
         assert found.winner.over_default == 0
 
-    def test_beyond_noise_it_does_not(self, doubling):
+    def test_beyond_noise_it_does_not(self, run, doubling):
         doubling(torch_a=variant(doubling, "a"))
         assert run(doubling.case(), {"default": 100, "a": 97.5})[0].winner.key == Key("torch_a", "a")
 
-    def test_of_others_within_noise_the_earlier_wins(self, doubling):
+    def test_of_others_within_noise_the_earlier_wins(self, run, doubling):
         doubling(torch_a=variant(doubling, "a", "b", "c"))
         found, _ = run(doubling.case(), {"default": 100, "a": 81, "b": 90, "c": 80})
         assert (found.winner.key.config, found.winner.runner_up.config) == ("a", "c")
 
-    def test_a_median_alone_does_not_win(self, doubling):
+    def test_a_median_alone_does_not_win(self, run, doubling):
         """Faster by a third in the median, and slower in five rounds of ten."""
         doubling(torch_a=variant(doubling, "a"))
         default = [3.0, 1.0] * 5
@@ -100,7 +72,7 @@ class TestFinal:
         found, _ = run(doubling.case(), {"default": default, "a": [2.0, 0.9] * 5})
         assert found.winner.key.config == "a"
 
-    def test_variants_compete_and_the_highest_rank_is_the_rule(self, doubling):
+    def test_variants_compete_and_the_highest_rank_is_the_rule(self, run, doubling):
         doubling(
             torch_a=doubling.variant(rank=10),
             torch_b=replace(doubling.variant(rank=20), default_config=lambda problem: "b"),
@@ -110,7 +82,7 @@ class TestFinal:
             assert found.winner.key.variant == expected
             assert found.winner.over_default == us["b"] / us[found.winner.key.config] - 1
 
-    def test_alone_there_is_no_runner_up(self, doubling):
+    def test_alone_there_is_no_runner_up(self, run, doubling):
         doubling(torch_a=doubling.variant())
         found, _ = run(doubling.case(), {"default": 7})
         assert (found.winner.runner_up, found.winner.margin) == (None, None)
@@ -124,7 +96,7 @@ class TestFinal:
                 raise torch.OutOfMemoryError("no room\nat all")
             return [[1.0] * least]
 
-        found = tune.tune(BUCKET, [doubling.case()], CPU, Clock(clock, no_time))
+        found = tune.tune(BUCKET, [doubling.case()], CPU, Clock(clock, lambda launch: 0.0))
         assert (found.winner, found.message) == (None, "the final failed")
         assert found.trials[-1].message == "not enough GPU memory: no room"
         assert found.trials[-1].status == FAILED
@@ -158,7 +130,7 @@ def replace_check(case):
 
 
 class TestSeveralCases:
-    def test_their_geometric_mean_decides(self, doubling, two):
+    def test_their_geometric_mean_decides(self, run, doubling, two):
         doubling(torch_a=variant(doubling, "a", "b"))
         us = {"default": {8: 10, 1: 1000}, "a": {8: 8, 1: 1100}, "b": {8: 9, 1: 900}}
         found, made = run(two[0], us, two[1])
@@ -167,7 +139,7 @@ class TestSeveralCases:
         assert found.winner.margin == pytest.approx((8 * 1100 / 9 / 900) ** 0.5 - 1, abs=1e-4)
         assert made.rounds == [["default", "a", "b"]] * 2
 
-    def test_noise_is_what_differs_from_round_to_round(self, doubling, two):
+    def test_noise_is_what_differs_from_round_to_round(self, run, doubling, two):
         """Not what differs from case to case: the second is slower on one case in every round."""
         doubling(torch_a=variant(doubling, "a"))
         found, _ = run(two[0], {"default": {8: 10, 1: 100}, "a": {8: 5, 1: 110}}, two[1])
@@ -177,7 +149,7 @@ class TestSeveralCases:
         assert found.winner.key.config == "default"
 
     @pytest.mark.parametrize(("a", "winner"), [(5, "a"), (10, None)])
-    def test_a_rule_that_differs_within_the_bucket_needs_no_entry(self, doubling, two, a, winner):
+    def test_a_rule_that_differs_within_the_bucket_needs_no_entry(self, run, doubling, two, a, winner):
         """The rule takes "few" for the first and "many" for the second case."""
         sizes = iter([8, 8, 1, 1] * 9)
         doubling(
@@ -197,7 +169,7 @@ class TestSeveralCases:
 
 
 class TestWhatIsNoCandidate:
-    def test_a_wrong_one_is_reported_and_never_wins(self, doubling):
+    def test_a_wrong_one_is_reported_and_never_wins(self, run, doubling):
         def launch(problem, config, args):
             args[1].copy_(2 * args[0] if config != "wrong" else args[0])
             if config == "raising":
@@ -212,12 +184,12 @@ class TestWhatIsNoCandidate:
         assert "relative difference" in messages["wrong"]
         assert messages["raising"] == "RuntimeError: no such instruction"
 
-    def test_without_a_right_one_there_is_no_entry(self, doubling):
+    def test_without_a_right_one_there_is_no_entry(self, run, doubling):
         doubling(torch_a=doubling.variant(lambda problem, config, args: None))
         found, _ = run(doubling.case(), {})
         assert (found.winner, found.message) == (None, "nothing that a table may have ran to a right result")
 
-    def test_what_only_runs_by_name_or_refuses_is_not_tried(self, doubling):
+    def test_what_only_runs_by_name_or_refuses_is_not_tried(self, run, doubling):
         doubling(
             torch_a=doubling.variant(),
             torch_named=doubling.variant(rank=0),
@@ -231,7 +203,7 @@ class TestWhatIsNoCandidate:
         ]
 
     @pytest.mark.parametrize("when", ["load", "launch"])
-    def test_a_missing_kernel_is_skipped_with_its_sentence(self, doubling, when):
+    def test_a_missing_kernel_is_skipped_with_its_sentence(self, run, doubling, when):
         def missing(problem, config, args=None):
             if config == "missing":
                 raise KernelUnavailable("k: KVSCOUT_AOT_ONLY is set")
@@ -244,7 +216,7 @@ class TestWhatIsNoCandidate:
         (skipped,) = [trial for trial in found.trials if trial.status == SKIPPED]
         assert (skipped.config, skipped.message) == ("missing", "k: KVSCOUT_AOT_ONLY is set")
 
-    def test_without_the_rules_choice_the_others_compete(self, doubling):
+    def test_without_the_rules_choice_the_others_compete(self, run, doubling):
         def load(problem, config):
             if config == "default":
                 raise KernelUnavailable("gone")
@@ -254,14 +226,14 @@ class TestWhatIsNoCandidate:
         assert (found.winner.key.config, found.winner.over_default) == ("b", None)
         assert found.winner.cases == {"eight": CaseTimes(5, 10, None)}
 
-    def test_what_is_too_large_is_skipped(self, doubling):
+    def test_what_is_too_large_is_skipped(self, run, doubling):
         doubling(torch_a=doubling.variant())
         found, _ = run(doubling.case(Cost(10**12, 1)), {})
         assert found.winner is None
         assert found.trials[0].message.startswith("too large: ")
 
     @pytest.mark.parametrize(("seconds", "status"), [(0.0301, PASSED), (0.0303, SKIPPED)])
-    def test_what_is_hopeless_is_not_checked(self, doubling, seconds, status):
+    def test_what_is_hopeless_is_not_checked(self, run, doubling, seconds, status):
         """Ten times 1 ms, and 20 ms that any launch may take."""
         doubling(torch_a=variant(doubling, "slow"))
         seen = []
@@ -275,7 +247,7 @@ class TestWhatIsNoCandidate:
         assert seen == ["slow"]
         assert found.trials[1].message == ("takes more than 10 times as long as another" if status == SKIPPED else "")
 
-    def test_a_case_has_only_so_much_time(self, doubling, monkeypatch):
+    def test_a_case_has_only_so_much_time(self, run, doubling, monkeypatch):
         now = iter(range(100))
         monkeypatch.setattr(tune.time, "monotonic", lambda: next(now))
         doubling(torch_a=variant(doubling, "a", "b", "c"))
@@ -288,13 +260,13 @@ class TestWhatIsNoCandidate:
         found, _ = run(doubling.case(), us, seconds_per_case=1)
         assert found.winner.key.config == "default"
 
-    def test_inputs_that_cannot_be_made(self, doubling):
+    def test_inputs_that_cannot_be_made(self, run, doubling):
         doubling(torch_a=doubling.variant())
         found, _ = run(doubling.case(prepare_raises=ValueError("no")), {})
         assert (found.winner, found.message) == (None, "the inputs cannot be made")
         assert found.trials[0].message == "cannot be prepared: ValueError: no"
 
-    def test_a_lost_context_ends_everything(self, doubling, monkeypatch):
+    def test_a_lost_context_ends_everything(self, run, doubling, monkeypatch):
         def attempt(device, action, *args):
             if action is tune._checked_and_timed:
                 raise sweep.ContextLost("gone")
@@ -333,57 +305,6 @@ class TestBucketOf:
         doubling(torch_a=doubling.variant(launch, space=lambda problem: ["a", "b"]))
         assert tune.bucket_of(doubling.case(), CPU, turn=turn, only=only) == BUCKET
         assert found == launched.split()
-
-
-class TestRetime:
-    WINNER = Winner(
-        BUCKET, Key("torch_a", "a"), Key("torch_a", "default"), 0.5, 0.5, False, {"eight": CaseTimes(10, 15, 15)}
-    )
-
-    def flags(self, doubling, us, winner=WINNER, **more):
-        cases = {"eight": doubling.case()} | more
-        found = tune.retime("doubling", winner, cases, CPU, Clock(Made(us), no_time))
-        assert [(row.op, row.case, row.then_us) for row in found] == [("doubling", "eight", 10)]
-        return found[0]
-
-    @pytest.mark.parametrize(
-        ("a", "default", "flag"),
-        [
-            (10.9, 15, ""),
-            (9.1, 15, ""),
-            (11.2, 15, "takes 12% more than it did"),
-            (8.0, 15, "takes 20% less than it did"),
-            (10.0, 9.9, ""),
-            (10.0, 8.0, "torch_a with default is faster now: the winner takes 25% more"),
-            (20.0, 10, "takes 100% more than it did; torch_a with default is faster now: the winner takes 100% more"),
-        ],
-    )
-    def test_flags(self, doubling, a, default, flag):
-        doubling(torch_a=variant(doubling, "a"))
-        row = self.flags(doubling, {"a": a, "default": default})
-        assert (row.now_us, row.runner_up_us, row.flag) == (a, default, flag)
-
-    def test_a_runner_up_that_is_gone_is_no_flag(self, doubling):
-        doubling(torch_a=variant(doubling, "a"))
-        row = self.flags(doubling, {"a": 10}, replace(self.WINNER, runner_up=Key("torch_gone", "x")))
-        assert (row.now_us, row.runner_up_us, row.flag) == (10, None, "")
-
-    def test_a_winner_that_is_gone_is(self, doubling):
-        doubling(torch_a=doubling.variant())
-        row = self.flags(doubling, {"default": 10})
-        assert (row.now_us, row.flag) == (None, "torch_a with a is nothing that a call could get")
-
-    def test_a_winner_that_is_wrong_is(self, doubling):
-        doubling(torch_a=variant(doubling, "a", launch=lambda problem, config, args: None))
-        assert self.flags(doubling, {}).flag.startswith("failed: out: ")
-
-    def test_a_case_that_is_gone_or_of_another_bucket_is(self, doubling):
-        doubling(torch_a=variant(doubling, "a"))
-        assert self.flags(doubling, {}, eight=None).flag == "the case cannot be made any more"
-        moved = replace(self.WINNER, bucket=frozenset({("size", 16)}))
-        assert self.flags(doubling, {}, moved).flag == "the case is of another bucket now"
-        raising = doubling.case(prepare_raises=ValueError("no"))
-        assert self.flags(doubling, {}, eight=raising).flag == "ValueError: no"
 
 
 def test_the_clock_of_the_cpu_times_launches_in_turn(doubling):
