@@ -2,13 +2,15 @@
 
 The first line names the columns: ``op``, and fields of the cases of whatever ops the file holds. Each further line is a
 case. A blank cell, and a column that is not there, is the field's default. Lines that begin with ``#`` are comments.
-Several numbers or words in one cell are set apart by spaces; ``32x8192`` is thirty-two times 8192.
+Several numbers or words in one cell are set apart by spaces; ``32x8192`` is thirty-two times 8192, and ``1..64`` every
+number from 1 to 64.
 """
 
 from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -36,8 +38,10 @@ DTYPES = {
 }
 FLAGS = {"yes": True, "no": False, "true": True, "false": False}
 
-NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,19})", re.ASCII)
-"""A whole number, and how many times it stands there."""
+NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,18})|(\d{1,6})\.\.(\d{1,6})", re.ASCII)
+"""A whole number and how many times it stands there, or the ends of a range."""
+LEAST_RANGE = 3
+"""Numbers that are written as a range."""
 
 
 class ShapesError(ValueError):
@@ -124,13 +128,47 @@ def row_of(case: Case) -> dict[str, str]:
 def cell(value: object) -> str:
     """A field's value as a cell has it."""
     if isinstance(value, tuple):
-        # Runs of the same element, so that a batch of equal lengths is short.
-        starts = [i for i, element in enumerate(value) if i == 0 or element != value[i - 1]]
-        runs = zip(starts, [*starts[1:], len(value)], strict=True)
-        return " ".join(f"{(end - i)}x{value[i]}" if end - i > 1 else cell(value[i]) for i, end in runs)
+        return " ".join(_runs(value) if value and isinstance(value[0], int) else value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return next((name for name, dtype in DTYPES.items() if dtype is value), str(value))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Numbers as a cell has them: few words for batches of equal and of rising lengths."""
+    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
+    place = 0
+    while place < len(runs):
+        (number, count), rising = runs[place], _rising(runs, place)
+        if rising >= LEAST_RANGE:
+            yield f"{number}..{number + rising - 1}"
+            place += rising
+        else:
+            yield f"{count}x{number}" if count > 1 else str(number)
+            place += 1
+
+
+def _rising(runs: Sequence[tuple[int, int]], place: int) -> int:
+    """How many numbers from a place on stand there once, each one more than the one before; 0 of negative ones."""
+    first, end = runs[place][0], place
+    while first >= 0 and end < len(runs) and runs[end] == (first + end - place, 1):
+        end += 1
+    return end - place
+
+
+def takes(op: str, name: str) -> str:
+    """What a column takes, in words."""
+    made, kind = case_class(op), _types(op)[name]
+    accepted = [cell(value) for value in made.ACCEPTED.get(name, ())]
+    several = typing.get_origin(kind) is tuple
+    if kind is bool:
+        return "yes or no"
+    if accepted:
+        return f"{'any' if several else 'one'} of {', '.join(filter(None, accepted))}"
+    if kind is str:
+        return "text"
+    least = f", at least {made.LEAST[name]}" * (name in made.LEAST)
+    return f"{_wanted(_count(kind))}{least}"
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -192,10 +230,28 @@ def _value(kind: Any, accepted: Sequence[Any], text: str) -> Any:
         return _one_of(FLAGS, text.lower())
     if kind is torch.dtype:
         return _one_of({name: dtype for name, dtype in DTYPES.items() if dtype in accepted}, text)
-    element, *more = typing.get_args(kind)
-    if element is str:
+    if typing.get_args(kind)[0] is str:
         return tuple(text.split())
-    return _integers(text, None if more == [...] else 1 + len(more))
+    return _integers(text, _count(kind))
+
+
+def _numbers(word: str) -> Sequence[int]:
+    """What a word of a cell stands for, nothing where it is no number."""
+    found = NUMBERS.fullmatch(word)
+    if found is None:
+        return ()
+    count, number, low, high = found.groups()
+    return range(int(low), int(high) + 1) if low else (int(number),) * int(count or 1)
+
+
+def _count(kind: Any) -> int | None:
+    """How many elements a type has, None where there may be any number of them."""
+    elements = typing.get_args(kind) or (kind,)
+    return None if ... in elements else len(elements)
+
+
+def _wanted(count: int | None) -> str:
+    return "whole numbers" if count is None else "a whole number" if count == 1 else f"{count} whole numbers"
 
 
 def _one_of(values: dict[str, Any], text: str) -> Any:
@@ -205,10 +261,9 @@ def _one_of(values: dict[str, Any], text: str) -> Any:
 
 
 def _integers(text: str, count: int | None) -> tuple[int, ...]:
-    """Whole numbers, ``32x8192`` being thirty-two of them; so many, or any number of them."""
-    found = [NUMBERS.fullmatch(word) for word in text.split()]
-    numbers = tuple(int(m[2]) for m in found if m for _ in range(int(m[1] or 1)))
+    """Whole numbers, so many of them or any number."""
+    found = [_numbers(word) for word in text.split()]
+    numbers = tuple(itertools.chain.from_iterable(found))
     if not all(found) or count not in (None, len(numbers)):
-        wanted = "whole numbers" if count is None else "a whole number" if count == 1 else f"{count} whole numbers"
-        raise ValueError(f"expected {wanted}")
+        raise ValueError(f"expected {_wanted(count)}")
     return numbers

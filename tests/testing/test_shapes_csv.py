@@ -74,6 +74,37 @@ def test_a_case_of_a_file_can_be_prepared(shapes):
     assert prepared.outputs["block_tables"].shape == (2, 6)
 
 
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("7", (7,)),
+        ("3x5 5 4", (5, 5, 5, 5, 4)),
+        ("1..4 2x4 -2 -1 0", (1, 2, 3, 4, 4, 4, -2, -1, 0)),
+        ("7..7 1x3", (7, 3)),
+        ("1..2048 6144x2048", (*range(1, 2048), *(2048,) * 6145)),
+    ],
+)
+def test_numbers_of_a_cell(text, numbers):
+    case = case_of({"op": "pa_decode", "lengths": text})
+    assert case.lengths == numbers
+    assert case_of(row_of(case)) == case
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((5, 5, 5), "3x5"),
+        ((1, 2), "1 2"),
+        ((1, 2, 3, 3, 4, 5, 6, 9), "1 2 2x3 4..6 9"),
+        ((-2, -1, 0, 1, 2), "-2 -1 0..2"),
+        ((3, 2, 1), "3 2 1"),
+        ((*range(1, 2048), *(2048,) * 6145), "1..2047 6145x2048"),
+    ],
+)
+def test_a_cell_of_many_numbers_is_short(numbers, text):
+    assert shapes_csv.cell(numbers) == text
+
+
 HEADER = "op,rows,keys,heads,clean,lengths,scales,cache,odd,splits,label,page,layout,dim,dtype,k,tokens"
 
 
@@ -93,12 +124,18 @@ HEADER = "op,rows,keys,heads,clean,lengths,scales,cache,odd,splits,label,page,la
         ("topk,1,2,,,,,,,,,,,,e4m3,5", "column 'dtype': expected one of fp32, bf16, fp16, got 'e4m3'"),
         ("pa_decode", "column 'lengths': pa_decode needs it"),
         ("pa_decode,,,,,8192+1", r"column 'lengths': expected whole numbers, got '8192\+1'"),
+        ("pa_decode,,,,,4..2", "column 'lengths': expected whole numbers, got '4..2'"),
+        ("pa_decode,,,,,5 0x7", "column 'lengths': expected whole numbers, got '5 0x7'"),
         ("pa_decode,,,,,99999999999", "column 'lengths': expected from -2147483648 to 2147483647, got 99999999999"),
         ("pa_decode,,,,,8,none,mxfp4", "column 'cache': expected one of bf16, fp16, e4m3, fnuz, got mxfp4"),
         ("pa_decode,,,,,8,head,bf16", "column 'scales': expected none with a cache of bf16, got head"),
         ("pa_decode,,,,,8,,,strange", "column 'odd': expected one of magnitudes, .*, got strange"),
         ("pa_decode,,,,,8,head,,wild", "column 'odd': expected wild with scales per token alone"),
         ("pa_decode,,,,,99,,,sparse", "column 'num_blocks': expected a pool of 7 or more for sparse rows of 99 tokens"),
+        (
+            "pa_decode,,,,,8,,,,,\x1b[31mred",
+            r"column 'label': expected characters that can be printed, got '.x1b\[31mred'",
+        ),
         ("pa_decode,,,,,8,,,,5", "column 'splits': expected 2 whole numbers, got '5'"),
         ("pa_decode,,,,,8,,,,5 0", "column 'splits': expected at least 1, got 0"),
         ("kv_cache,,,8,,,,,,,,8,,64,,,5", "column 'page': expected one of 16, 32, 64, 128, got 8"),

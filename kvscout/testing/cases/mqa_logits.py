@@ -56,9 +56,18 @@ class MqaLogitsCase:
     """One problem and the kind of its windows and values.
 
     Attributes:
+        rows: query rows S.
+        keys: cached keys N.
+        heads: indexer heads H.
+        dim: head dimension D.
+        clean: whether -inf is written outside the windows.
         windows: a kind of :func:`kvscout.testing.windows.windows`; "packed" has ``sequences`` of them.
         values: "normal", "negative" (no dot product is positive), "ties" (few distinct values), "magnitudes", "nan"
             (one query row and every seventh key hold a NaN).
+        q_scale: whether the queries have scales.
+        strided: whether inputs and output lie in wider rows.
+        fnuz: whether queries and keys are AMD's e4m3fnuz.
+        sequences: sequences that the rows and keys are of, where windows are "packed".
     """
 
     rows: int

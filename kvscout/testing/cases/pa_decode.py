@@ -62,10 +62,20 @@ class PaDecodeCase:
     """One batch, its caches, and what is odd about them.
 
     Attributes:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence; one that is not positive is empty.
+        group: query heads per KV head.
+        kv_heads: KV heads.
+        dim: head dimension D.
+        page: tokens per page.
+        layout: of the caches (:mod:`kvscout.paging`).
+        cache: what keys and values are stored as.
+        dtype: of queries and outputs.
+        query_length: query tokens per sequence.
         scales: "none", "factor" (a number), "scalar", "head" or "token"; "token+head" is for keys and for values.
         sinks: "" (none), "ends" (:data:`SINKS`), "plain" (random, in the query's dtype).
-        splits: (max_partitions, workgroup_budget).
+        window: tokens that a query sees, its own included; 0 and -1 are all.
+        causal: whether a query sees no token after its own.
+        splits: the plan's max_partitions and workgroup_budget.
         odd: any of "magnitudes" (of tokens, by their scales if they have some), "shared" (prefix pages), "strided"
             (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "tiny"
             and "huge" (queries, made up for by softmax_scale), "wild" (per-token scales of 1e9 before the window),
@@ -121,6 +131,8 @@ class PaDecodeCase:
         checks.integer("lengths: number of sequences", len(self.lengths), 1)
         longest = max(self.lengths)
         checks.integer("lengths", longest, LEAST_LENGTH, api.INT32_MAX)
+        if not self.label.isprintable():
+            raise ValueError(f"label: expected characters that can be printed, got {self.label!r}")
         if self.scales != "none" and DTYPES[self.cache] not in fp8.E4M3:
             raise ValueError(f"scales: expected none with a cache of {self.cache}, got {self.scales}")
         if "wild" in self.odd and not self.scales.startswith("token"):
