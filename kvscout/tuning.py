@@ -129,7 +129,12 @@ def _tables(arch: str) -> list[Table]:
     model = model_of(arch)
     if model is None or not env.use_tuned():
         return []
-    for file, found in (tables := look(model)).items():
+    try:
+        tables = look(model)
+    except env.WrongVariable as error:
+        warn(str(error))
+        return []
+    for file, found in tables.items():
         if isinstance(found, WrongTable):
             warn(f"{file}: {found}")
         elif found is None and file.parent != PACKAGED:
@@ -138,7 +143,11 @@ def _tables(arch: str) -> list[Table]:
 
 
 def look(model: str) -> dict[Path, Table | WrongTable | None]:
-    """Where tables of a model may be, the user's own first: a table, why what is there cannot be used, or nothing."""
+    """Where tables of a model may be, the user's own first: a table, why what is there cannot be used, or nothing.
+
+    Raises:
+        WrongVariable: KVSCOUT_TUNED_DIR names no folder.
+    """
     own = env.tuned_dir()
     files = [folder / file_name(model) for folder in (own, PACKAGED) if folder is not None]
     return {file: _found(file, model) for file in files}

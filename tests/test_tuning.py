@@ -212,6 +212,11 @@ class TestFallback:
         file.unlink()
         assert self.one_line(said) == f"KVSCOUT_TUNED_DIR: there is no {file}, so no table of one's own is used"
 
+    def test_no_such_home_folder(self, tuned, said, monkeypatch):
+        tuned("mqa_logits", ENTRY)
+        monkeypatch.setenv("KVSCOUT_TUNED_DIR", "~no-such-user/x")
+        assert self.one_line(said) == "KVSCOUT_TUNED_DIR: '~no-such-user/x' has no home folder"
+
     def test_no_table_at_all_is_not_worth_a_word(self, tuned, said, monkeypatch):
         tuned("mqa_logits", ENTRY)
         monkeypatch.delenv("KVSCOUT_TUNED_DIR")
