@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 import kvscout
 from kvscout import env
-from kvscout.cli.bench import PRESETS
 from kvscout.cli.info import collect
 from kvscout.cli.main import commands
+from kvscout.cli.timed_cases import PRESETS
 from kvscout.reports import charts, drawing, results, tables
 from kvscout.reports.charts import Chart
 from kvscout.reports.tables import table

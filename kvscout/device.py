@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -116,3 +118,31 @@ def gpu_of(device: torch.device) -> Gpu | None:
     if device.type != "cuda":
         return None
     return GPUS.get(torch.cuda.get_device_name(device))
+
+
+def name_of(device: torch.device) -> str:
+    """Name of a GPU's model, or of the CPU's: ``"NVIDIA H200"``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def model_of(arch: str) -> str | None:
+    """Name of this machine's device of an architecture, None without one.
+
+    Of several models the one that torch uses now is taken, or else the first.
+    """
+    if arch == "cpu":
+        return _cpu_name()
+    if not torch.cuda.is_available():
+        return None
+    indices = (torch.cuda.current_device(), *range(torch.cuda.device_count()))
+    devices = (torch.device("cuda", index) for index in indices)
+    return next((name_of(device) for device in devices if arch_of(device) == arch), None)

@@ -48,6 +48,14 @@ SETTINGS = (
         "0 keeps the tile kernels of pa_decode from merging partial results themselves, where they would: triton_tile "
         "does for plans of one slot a sequence; a second kernel merges them then as it does elsewhere",
     ),
+    Setting(
+        "KVSCOUT_TUNED_DIR",
+        "none",
+        "folder of tuned tables of one's own ('kvscout tune'), which win over the package's",
+    ),
+    Setting(
+        "KVSCOUT_TUNED", "1", "0 leaves every tuned table alone: calls get the variant and config that the rule gives"
+    ),
     Setting("XDG_CACHE_HOME", "~/.cache", "folder that kvscout's lies in where KVSCOUT_CACHE_DIR is not set"),
     Setting("CC", "cc, gcc or clang", "C compiler that links CuTe DSL kernels"),
     Setting(
@@ -106,6 +114,28 @@ def triton_aot_only() -> bool:
     return os.environ.get("KVSCOUT_AOT_ONLY", "").lower() == "all"
 
 
+def tuned_dir() -> Path | None:
+    """The folder of the user's own tuned tables, None where none is named. It need not exist.
+
+    Raises:
+        WrongVariable: it is to lie in a home folder that is not known.
+    """
+    named = os.environ.get("KVSCOUT_TUNED_DIR", "")
+    try:
+        return Path(named).expanduser().absolute() if named else None
+    except RuntimeError as error:
+        raise WrongVariable(f"KVSCOUT_TUNED_DIR: {named!r} has no home folder") from error
+
+
+def use_tuned() -> bool:
+    """Whether tuned tables are used at all.
+
+    Raises:
+        WrongVariable: the variable says neither yes nor no.
+    """
+    return _switch("KVSCOUT_TUNED", "1")
+
+
 def pa_cluster_merge() -> bool:
     """Whether tile kernels of ``pa_decode`` may merge partial results themselves.
 
@@ -139,7 +169,7 @@ def c_compiler() -> list[str]:
 def wrong() -> dict[str, str]:
     """Every variable that is set to a value that means nothing, with the sentence that says so."""
     found = {}
-    for read in (cache_dir, aot_only, pa_cluster_merge, c_compiler):
+    for read in (cache_dir, aot_only, pa_cluster_merge, tuned_dir, use_tuned, c_compiler):
         try:
             read()
         except WrongVariable as error:

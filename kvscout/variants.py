@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from . import env
+from . import env, tuning
 from .errors import Required, UnsupportedProblem
 from .kernels.cute.program import KernelUnavailable
 
@@ -36,6 +36,10 @@ class Problem(Protocol):
     @property
     def arch(self) -> str:
         """Architecture name from :func:`kvscout.device.arch_of`."""
+        ...
+
+    def bucket(self) -> tuning.Bucket | None:
+        """What a tuned table tells apart of it (:func:`kvscout.tuning.bucket`); None where no table may be asked."""
         ...
 
     def __hash__(self) -> int: ...
@@ -56,7 +60,8 @@ class Variant:
         rank: how much this variant suits a problem; the accepting variant with the highest rank is "auto"'s choice.
             0 means never by itself. By convention torch stays below 50, Triton in 50..99, CuTe in 100..199.
         refuses: a sentence for the user why the problem is not served, or None where it is.
-        space: the configs that ``verify --full`` checks and that a tuner would try.
+        space: the configs that ``verify --full`` checks and ``tune`` tries; a table's config counts where it is among
+            them. Each is told from the others by its ``str``.
         lacks: a sentence why no problem at all is served here, for ``kvscout info``; ``refuses`` must say it too.
         load: ``load(problem, config)`` loads or compiles what ``launch`` will need. "auto" calls it before it settles,
             and takes another variant where it raises KernelUnavailable, which ``refuses`` must say from then on.
@@ -211,8 +216,9 @@ class Family:
     def choose(self, problem: Problem, variant: str = AUTO) -> Choice:
         """The variant and config for ``problem``; memoised.
 
-        An explicit ``variant`` wins over the environment, which wins over the ranks. What was asked for by name
-        either runs or raises: it never falls back to another variant.
+        An explicit ``variant`` wins over the environment, which wins over tuned tables, which win over the rule: the
+        highest rank, with its default config. What was asked for by name either runs, with its default config, or
+        raises: it never falls back to another variant.
 
         Raises:
             UnsupportedProblem: the named variant, or every variant, refuses the problem, or with KVSCOUT_AOT_ONLY the
@@ -238,10 +244,18 @@ class Family:
         """What "auto" looks at. On the CPU that is plain torch: interpreted Triton is for tests, and slow."""
         return [name for name in self.names if arch != "cpu" or name.startswith("torch_")]
 
+    def candidates(self, problem: Problem) -> list[Variant]:
+        """What "auto" may take for ``problem``, the rule's own choice first."""
+        names = [name for name in self._automatic(problem.arch) if self.refusal(name, problem) is None]
+        variants = [v for name in names if isinstance(v := self.load(name), Variant) and v.rank(problem) > 0]
+        return sorted(variants, key=lambda v: -v.rank(problem))
+
     @functools.cached_property
     def _choose(self) -> Callable[[Problem, str], Choice]:
         @functools.lru_cache(maxsize=8192)
         def choose(problem: Problem, requested: str) -> Choice:
+            if requested == AUTO and (tuned := self._tuned(problem)) is not None:
+                return tuned
             while True:
                 choice = self._best(problem, requested)
                 variant, config = choice
@@ -258,6 +272,25 @@ class Family:
                         warnings.warn(f"{self.op}: 'auto' does without {variant.name}: {error}", stacklevel=3)
 
         return choose
+
+    def _tuned(self, problem: Problem) -> Choice | None:
+        """What a tuned table has for ``problem``, or None where it has nothing that "auto" could take here."""
+        entry = tuning.entry(self.op, self.package, problem)
+        if entry is None or entry.variant not in self._automatic(problem.arch):
+            return None
+        variant = self.load(entry.variant)
+        if isinstance(variant, str) or self.refusal(entry.variant, problem) is not None or variant.rank(problem) <= 0:
+            return None
+        config = next((config for config in variant.configs(problem) if str(config) == entry.config), None)
+        if config is None:
+            return None
+        try:
+            if variant.load is not None:
+                variant.load(problem, config)
+        except KernelUnavailable as error:
+            tuning.warn(f"{self.op}: {entry.variant} with {entry.config} is tuned and not used: {error}")
+            return None
+        return Choice(variant, config)
 
     def _best(self, problem: Problem, requested: str) -> Choice:
         if requested != AUTO:

@@ -1,5 +1,6 @@
 """Where the suite runs: under Triton's interpreter on a machine without a GPU, in as many processes as pytest has."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -8,6 +9,10 @@ import sys
 import pytest
 import torch
 from hypothesis import settings
+
+from kvscout import tuning
+from kvscout.device import model_of
+from kvscout.testing.case import family, ops
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes that share the cores must not each start a thread per core, nor must the processes that they start.
@@ -41,6 +46,38 @@ def no_overrides(monkeypatch):
     for name in list(os.environ):
         if name.startswith("KVSCOUT_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """``tuned(op, (bucket, variant, config), ...)``: a table of one's own for this CPU with these entries.
+
+    ``changed`` replaces parts of the table, ``fingerprint`` that of the op. Nothing is remembered of other tables, nor
+    of these once the test is over. Returns the file.
+    """
+    _forget_tables()
+
+    def write(op, *entries, fingerprint=None, **changed):
+        made = [{"bucket": dict(b), "variant": v, "config": str(c)} for b, v, c in entries]
+        section = {"fingerprint": fingerprint or tuning.fingerprint(family(op).package), "entries": made}
+        model = model_of("cpu")
+        content = {"format": tuning.FORMAT, "device": model, "runs": [], "ops": {op: section}} | changed
+        file = tmp_path / "tables" / tuning.file_name(model)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(content))
+        monkeypatch.setenv("KVSCOUT_TUNED_DIR", str(file.parent))
+        _forget_tables()
+        return file
+
+    yield write
+    _forget_tables()
+
+
+def _forget_tables():
+    for memo in (tuning.entries, tuning._tables, tuning.warn):
+        memo.cache_clear()
+    for op in ops():
+        vars(family(op)).pop("_choose", None)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ DOCS = (
     "docs/prebuilt-kernels.md",
     "docs/shapes-csv.md",
     "docs/support-matrix.md",
+    "docs/tuning.md",
 )
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
 GENERATED = re.compile(r"<!-- begin generated: ([\w-]+) -->")

@@ -70,6 +70,21 @@ def test_only_all_is_for_triton_too(monkeypatch, value, expected):
     assert env.triton_aot_only() is expected
 
 
+@pytest.mark.parametrize(("value", "expected"), [(None, None), ("", None), ("~/own", "/home/me/own")])
+def test_tuned_dir(monkeypatch, value, expected):
+    monkeypatch.setenv("HOME", "/home/me")
+    if value is not None:
+        monkeypatch.setenv("KVSCOUT_TUNED_DIR", value)
+    assert env.tuned_dir() == (expected and env.Path(expected))
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, True), ("1", True), ("0", False), ("off", False)])
+def test_use_tuned(monkeypatch, value, expected):
+    if value is not None:
+        monkeypatch.setenv("KVSCOUT_TUNED", value)
+    assert env.use_tuned() is expected
+
+
 @pytest.mark.parametrize(("value", "expected"), [(None, []), ("", []), ("ccache gcc", ["ccache", "gcc"])])
 def test_c_compiler(monkeypatch, value, expected):
     monkeypatch.delenv("CC", raising=False)
@@ -83,6 +98,8 @@ def test_c_compiler(monkeypatch, value, expected):
     [
         ("KVSCOUT_AOT_ONLY", "2", env.aot_only, "expected 0, 1, true, false, on, off, yes, no or all, got '2'"),
         ("CC", 'cc "', env.c_compiler, "expected a command as in a shell, got 'cc \"': No closing quotation"),
+        ("KVSCOUT_TUNED", "never", env.use_tuned, "expected 0, 1, true, false, on, off, yes or no, got 'never'"),
+        ("KVSCOUT_TUNED_DIR", "~no-such-user/x", env.tuned_dir, "'~no-such-user/x' has no home folder"),
         ("KVSCOUT_CACHE_DIR", "~no-such-user/x", env.cache_dir, "'~no-such-user/x' has no home folder; set KVSCOUT_"),
         ("XDG_CACHE_HOME", "~no-such-user", env.cache_dir, "'~no-such-user' has no home folder; set KVSCOUT_"),
     ],

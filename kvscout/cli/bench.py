@@ -20,35 +20,22 @@ from typing import Any
 import torch
 
 from ..device import arch_of
-from ..testing import limits, peers, provenance, shapes_csv
-from ..testing.case import BENCH, Case, family, groups
+from ..testing import peers, provenance, shapes_csv
+from ..testing.case import Case, family, groups
 from ..testing.measure import TORCH, Measurement, Wanted, measure_case
 from ..testing.peers import Peer
 from ..testing.summary import Over, means, speedups
 from ..testing.sweep import FAILED, PASSED, REFUSED, SKIPPED, ContextLost
 from ..variants import AUTO
 from . import console
-from .arguments import UsageError, file_name, write_json
-from .selection import GPU_LOST, Work, add_selection, device, select
+from .arguments import UsageError, write_json
+from .selection import GPU_LOST, Work, add_selection, device
+from .timed_cases import add_cases, select_timed
 
 COLUMNS = (
     "case", "variant", "us hot", "us cold", "min", "spread", "TFLOPS", "TB/s", "roof", "error", "speed-up",
 )  # fmt: skip
 SUSTAINED_COLUMNS = ("us sustained", "MHz", "W")
-
-PRESETS = {
-    "squares": "scores of as many rows as keys",
-    "few-rows": "scores of few rows over many keys",
-    "model-shapes": "scores of whole prompts, one to four of them, with and without cleaned logits",
-    "long-context": "scores of a chunk of rows after a long cached prefix",
-    "packed-shapes": "scores of many sequences in one call",
-    "unaligned": "scores of sizes that no tile divides",
-    "decode": "paged decode of a few sequences over all of their tokens",
-    "verify-mtp": "paged decode of four tokens a sequence",
-    "sparse": "paged decode of few rows over 2048 selected tokens each",
-    "sparse-prefill": "paged decode of a prompt's rows over 2048 selected tokens each",
-}
-"""Groups of cases that have an option, and what is in them."""
 
 WIDE_SPREAD = 0.5
 """A CPU whose times are spread wider than this was doing something else too."""
@@ -75,12 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="variant, peer or auto, to compare with (default: the first peer, or else the best torch variant)",
     )
-    presets = parser.add_argument_group("cases", "which of a GPU's cases to time (default: all); several add up")
-    for name, meaning in PRESETS.items():
-        presets.add_argument(f"--{name}", dest="presets", action="append_const", const=name, help=meaning)
-    presets.add_argument(
-        "--shapes-csv", metavar="FILE", type=file_name, help="time the cases of this file instead; on the CPU too"
-    )
+    add_cases(parser)
 
 
 def _list(text: str) -> list[str]:
@@ -95,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
     where = device(args)
     if args.cold and where.type == "cpu":
         raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
-    levels = limits.bench_levels(where)
-    given = _given(args)
-    work = _of_presets(select(args, levels, stand_ins=(AUTO,), given=given), args.presets, levels)
+    work = select_timed(args, where, stand_ins=(AUTO,))
     opponents, missing = _opponents(dict.fromkeys(item.case.op for item in work), args, where)
     for sentence in missing.values():
         console.error(sentence)
@@ -120,35 +100,6 @@ def run(args: argparse.Namespace) -> int:
     if stopped is not None:
         console.error(stopped)
     return code or int(not written or bool(failures) or not any(measurement.status == PASSED for measurement in found))
-
-
-def _given(args: argparse.Namespace) -> list[Case] | None:
-    """The cases of the file of shapes, where there is one.
-
-    Raises:
-        UsageError: it cannot be read, or a preset is asked for beside it.
-    """
-    if args.shapes_csv is None:
-        return None
-    if args.presets:
-        raise UsageError(f"--{args.presets[0]}: --shapes-csv says which cases to time; leave one of the two out")
-    try:
-        return shapes_csv.read(args.shapes_csv)
-    except shapes_csv.ShapesError as error:
-        raise UsageError(f"--shapes-csv: {error}") from error
-
-
-def _of_presets(work: list[Work], presets: Sequence[str] | None, levels: Sequence[str]) -> list[Work]:
-    """The work on cases of any of the presets; all of it without one."""
-    if not presets:
-        return work
-    if BENCH not in levels:
-        raise UsageError(f"--{presets[0]}: these cases are timed on a GPU; leave the option out on the CPU")
-    wanted = {op: [groups(op).get(name, frozenset()) for name in presets] for op in {item.case.op for item in work}}
-    chosen = [item for item in work if any(item.case.name in names for names in wanted[item.case.op])]
-    if not chosen:
-        raise UsageError(f"--{' --'.join(presets)}: none of these cases is among those that are selected otherwise")
-    return chosen
 
 
 def _opponents(

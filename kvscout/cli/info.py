@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from .. import env
-from ..device import arch_of
+from .. import env, tuning
+from ..device import arch_of, name_of
 from ..testing import provenance
 from ..testing.case import family, ops
 from ..variants import Family
 from . import arguments, console
+
+UNUSED = "not used: KVSCOUT_TUNED is off"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     set_now = [(name, value, found["wrong"].get(name)) for name, value in values.items() if value is not None]
     if set_now:
         console.table("set now", ("name", "value", "what is wrong"), set_now)
+    tables = [(table["file"], table["state"]) for table in found["tuned"]]
+    console.table(f"tuned tables of {found['machine']['device']}", ("file", "state"), tables)
     for op, variants in found["ops"].items():
         rows = [(v["name"], v["unavailable"] or "available", v["summary"]) for v in variants]
         console.table(op, ("variant", "here", "summary"), rows)
@@ -53,9 +57,36 @@ def collect() -> dict[str, Any]:
         "settings": [vars(setting) for setting in env.SETTINGS],
         "environment": env.current(ops()),
         "unread": unread,
+        "tuned": _tuned_tables(device),
         "wrong": arguments.wrong_overrides() | env.wrong() | dict.fromkeys(unread, "nothing reads it: is it misspelt?"),
         "ops": {op: [_variant(family(op), name, arch_of(device)) for name in family(op).names] for op in ops()},
     }
+
+
+def _tuned_tables(device: torch.device) -> list[dict[str, str]]:
+    """The places where tuned tables of the device may be, and what is said of each."""
+    try:
+        used = env.use_tuned()
+        found = tuning.look(name_of(device))
+    except env.WrongVariable as error:
+        return [{"file": "", "state": str(error)}]
+    return [
+        {"file": str(file), "state": _state(table) if used or table is None else UNUSED}
+        for file, table in found.items()
+    ]
+
+
+def _state(table: tuning.Table | tuning.WrongTable | None) -> str:
+    if table is None:
+        return "there is none"
+    if isinstance(table, tuning.WrongTable):
+        return f"not used: it {table}"
+    states = []
+    for op, section in table.ops.items():
+        fresh = op in ops() and section.fingerprint == tuning.fingerprint(family(op).package)
+        number = len(section.entries)
+        states.append(f"{number} {'entry' if number == 1 else 'entries'} of {op} in use" if fresh else tuning.stale(op))
+    return "; ".join(states) or "it is empty"
 
 
 def _variant(variants: Family, name: str, arch: str) -> dict[str, str | None]:

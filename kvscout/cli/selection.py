@@ -22,11 +22,14 @@ class Work(NamedTuple):
     names: Sequence[str]
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the commands that run cases."""
+def add_selection(parser: argparse.ArgumentParser, by_variant: bool = True) -> None:
+    """Arguments of the commands that run cases; one that is of all variants has none ``by_variant``."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="operations (default: all)")
     parser.add_argument("--case", metavar="SUBSTRING", default="", help="only cases whose name contains this")
-    parser.add_argument("--variant", metavar="NAME", action="append", help="only this variant; may be repeated")
+    if by_variant:
+        parser.add_argument("--variant", metavar="NAME", action="append", help="only this variant; may be repeated")
+    else:
+        parser.set_defaults(variant=None)
     add_device(parser)
     parser.add_argument("--seed", metavar="N", type=arguments.seed, default=0, help="seed of the inputs (default: 0)")
     arguments.add_json(parser)

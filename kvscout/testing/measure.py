@@ -191,6 +191,7 @@ def _measure_variant(
 ) -> Measurement:
     nothing = Measurement(case.op, case.name, name, FAILED, cost=sets[0].cost, floor_us=_floor_us(sets[0], device))
     ops, problem = family(case.op), sets[0].problem
+    choice = None
     if name == AUTO:
         choice, error = attempt(device, ops.choose, problem, AUTO)
         if choice is None:
@@ -208,7 +209,8 @@ def _measure_variant(
     status, message = standing_found or (FAILED, error)
     if status:
         return replace(nothing, status=status, message=message)
-    choice, error = attempt(device, ops.choose, problem, name)
+    if choice is None:
+        choice, error = attempt(device, ops.choose, problem, name)
     if choice is None:
         return replace(nothing, message=error)
     launches = [functools.partial(choice.launch, prepared.problem, prepared.args) for prepared in sets]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..device import arch_of, num_sms
+from ..device import arch_of, name_of, num_sms
 
 DISTRIBUTIONS: dict[str, Sequence[str]] = {
     "torch": ("torch",),
@@ -48,10 +48,10 @@ def machine(device: torch.device) -> dict[str, Any]:
     system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
     host = {"system": system, "cores": os.cpu_count()}
     if device.type != "cuda":
-        return {"device": _cpu_name(), "arch": arch_of(device), **host}
+        return {"device": name_of(device), "arch": arch_of(device), **host}
     properties = torch.cuda.get_device_properties(device)
     return {
-        "device": torch.cuda.get_device_name(device),
+        "device": name_of(device),
         "arch": arch_of(device),
         "sms": num_sms(device),
         "memory_gib": round(properties.total_memory / 2**30, 1),
@@ -59,15 +59,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         **nvidia_smi(device, NVIDIA_SMI),
         **host,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
 
 
 def nvidia_smi(device: torch.device, fields: Mapping[str, str]) -> dict[str, str | None]:

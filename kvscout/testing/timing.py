@@ -85,18 +85,52 @@ def cold(launches: Sequence[Launch], device: torch.device) -> Timing:
     return Timing.of(replay_us(replays, _runs(seconds + FLUSH_BYTES / 1e12), flush))
 
 
-def _runs(seconds: float) -> int:
-    return min(MAX_RUNS, max(MIN_RUNS, math.ceil(TARGET_S / max(seconds, 1e-9))))
+def interleaved(
+    launches: Sequence[Launch], device: torch.device, target_s: float, least: int, cold: bool = False
+) -> list[list[float]]:
+    """Microseconds of each launch, taken in turn: what changes meanwhile (clock, heat, neighbours) changes for all.
+
+    Args:
+        launches: each repeatable, and on a GPU capturable in a CUDA graph. They may share inputs and outputs.
+        device: where they run.
+        target_s: time that all samples take together, as far as the bounds on their number allow.
+        least: samples of each launch, at least.
+        cold: whether a GPU's L2 is flushed before each sample; else it holds what the launch before left there.
+    """
+    if device.type == "cpu":
+        rounds = _runs(sum(map(rough_seconds, launches)), target_s, least)
+        return _columns([_clocked(launch) for _ in range(rounds) for launch in launches], len(launches))
+    calls = [1 if cold or rough_seconds(launch) >= LONG_S else CALLS for launch in launches]
+    replays = [capture(launch, number).replay for launch, number in zip(launches, calls, strict=True)]
+    flush = _flush(device)
+    seconds = sum(replay_us(replays, len(replays), flush if cold else None)) * 1e-6
+    if not cold:
+        for _ in range(BACKLOG):
+            flush()
+        replays[-1]()
+    rounds = _runs(seconds + len(launches) * cold * FLUSH_BYTES / 1e12, target_s, least)
+    found = _columns(replay_us(replays, rounds * len(replays), flush if cold else None), len(replays))
+    return [[sample / number for sample in samples] for samples, number in zip(found, calls, strict=True)]
+
+
+def _columns(samples: Sequence[float], width: int) -> list[list[float]]:
+    return [list(samples[column::width]) for column in range(width)]
+
+
+def _runs(seconds: float, target_s: float | None = None, least: int = MIN_RUNS) -> int:
+    target_s = TARGET_S if target_s is None else target_s
+    return min(MAX_RUNS, max(least, math.ceil(target_s / max(seconds, 1e-9))))
 
 
 def _clock(launch: Launch) -> Timing:
     launch()
-    samples = []
-    for _ in range(_runs(rough_seconds(launch))):
-        start = time.perf_counter()
-        launch()
-        samples.append((time.perf_counter() - start) * 1e6)
-    return Timing.of(samples)
+    return Timing.of([_clocked(launch) for _ in range(_runs(rough_seconds(launch)))])
+
+
+def _clocked(launch: Launch) -> float:
+    start = time.perf_counter()
+    launch()
+    return (time.perf_counter() - start) * 1e6
 
 
 def rough_seconds(launch: Launch) -> float:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvscout.cli import bench
+from kvscout.cli import arguments, bench, selection, timed_cases
 from kvscout.ops.mqa_logits.variants.torch_reference import reference
 from kvscout.roofline import Cost
 from kvscout.testing import peers, sustained
@@ -301,28 +301,28 @@ def test_the_libraries_themselves_are_not_for_the_cpu(run):
 
 
 OPS = ("mqa_logits", "topk", "pa_decode")
-WORK = [bench.Work(case, ()) for op in OPS for case in cases(op, [BENCH])]
+WORK = [selection.Work(case, ()) for op in OPS for case in cases(op, [BENCH])]
 
 
 def test_presets_add_up():
     names = groups("mqa_logits") | groups("pa_decode")
-    assert set(bench.PRESETS) == set(names)
-    for presets in (["model-shapes"], ["unaligned", "few-rows"], ["squares", "sparse"], list(bench.PRESETS)):
-        chosen = {item.case.name for item in bench._of_presets(WORK, presets, [BENCH])}
+    assert set(timed_cases.PRESETS) == set(names)
+    for presets in (["model-shapes"], ["unaligned", "few-rows"], ["squares", "sparse"], list(timed_cases.PRESETS)):
+        chosen = {item.case.name for item in timed_cases.of_presets(WORK, presets, [BENCH])}
         assert chosen == frozenset().union(*(names[preset] for preset in presets))
-    assert bench._of_presets(WORK, None, [SUITE]) == WORK
+    assert timed_cases.of_presets(WORK, None, [SUITE]) == WORK
 
 
 def test_a_preset_without_a_selected_case():
-    with pytest.raises(bench.UsageError, match="--few-rows: none of these cases"):
-        bench._of_presets([item for item in WORK if item.case.op == "topk"], ["few-rows"], [BENCH])
+    with pytest.raises(arguments.UsageError, match="--few-rows: none of these cases"):
+        timed_cases.of_presets([item for item in WORK if item.case.op == "topk"], ["few-rows"], [BENCH])
 
 
 def test_every_preset_is_an_option():
     parser = bench.argparse.ArgumentParser()
     bench.add_arguments(parser)
-    args = parser.parse_args([f"--{name}" for name in bench.PRESETS])
-    assert args.presets == list(bench.PRESETS)
+    args = parser.parse_args([f"--{name}" for name in timed_cases.PRESETS])
+    assert args.presets == list(timed_cases.PRESETS)
 
 
 def test_against_torch(run, tmp_path):

@@ -4,8 +4,9 @@ import json
 
 import torch
 
-from kvscout import env
+from kvscout import env, tuning
 from kvscout.cli import info
+from kvscout.device import model_of
 from kvscout.kernels.cute import cuda_runtime, runtime, toolchain
 from kvscout.testing.case import family, ops
 
@@ -53,6 +54,36 @@ def test_variables_that_are_wrong_are_marked(run, monkeypatch):
     assert lines["KVSCOUT_TOPK_VARIANT"][1].startswith("topk has no variant 'nonsense'; it has torch_")
     assert lines["KVSCOUT_TOKP_VARIANT"] == ["x", "nothing reads it: is it misspelt?"]
     assert lines["KVSCOUT_PA_PLAN_VARIANT"] == ["auto", "-"]
+
+
+def test_tuned_tables_in_use_and_not(run, tuned, monkeypatch):
+    def states():
+        title = f"tuned tables of {model_of('cpu')}"
+        lines = run("info")[1].partition(title)[2].partition("\n\n")[0].splitlines()[3:]
+        own, packaged = [line.split(maxsplit=1) for line in lines]
+        assert packaged == [str(tuning.PACKAGED / tuning.file_name(model_of("cpu"))), "there is none"]
+        assert own[0] == str(file)
+        return own[1]
+
+    monkeypatch.setattr(info.torch.cuda, "is_available", lambda: False)
+    entry = ({("num_rows", 8)}, "torch_chunked", "")
+    file = tuned("mqa_logits", entry)
+    assert states() == "1 entry of mqa_logits in use"
+    monkeypatch.setenv("KVSCOUT_TUNED", "0")
+    assert states() == "not used: KVSCOUT_TUNED is off"
+    monkeypatch.delenv("KVSCOUT_TUNED")
+    file = tuned("mqa_logits", entry, fingerprint="0" * 16)
+    assert states().startswith("was tuned with other kernels of mqa_logits than these")
+    file = tuned("mqa_logits", entry, ops={"gone": {"fingerprint": "", "entries": []}})
+    assert states().startswith("was tuned with other kernels of gone than these")
+    file = tuned("mqa_logits", device="NVIDIA H800")
+    assert states() == f"not used: it was tuned on NVIDIA H800, and this is {model_of('cpu')}"
+    file = tuned("mqa_logits", ops={})
+    assert states() == "it is empty"
+    file.unlink()
+    assert states() == "there is none"
+    monkeypatch.setenv("KVSCOUT_TUNED_DIR", "~no-such-user")
+    assert "has no home folder" in run("info")[1].partition("tuned tables")[2]
 
 
 def test_what_keeps_the_hopper_kernels_from_running_is_said(run, monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvscout.roofline import Cost
-from kvscout.testing import measure, sweep
+from kvscout.testing import measure, sweep, tune
 from kvscout.testing.case import SUITE, Guarded, Prepared
 from kvscout.testing.compare import Budget, close
 from kvscout.variants import Family, Variant
@@ -16,6 +16,9 @@ from kvscout.variants import Family, Variant
 @dataclass(frozen=True)
 class Problem:
     arch: str
+
+    def bucket(self):
+        return frozenset({("size", 8)})
 
 
 @dataclass
@@ -61,8 +64,43 @@ def doubling(monkeypatch):
         family.__dict__["names"] = tuple(variants)
         for name, made in variants.items():
             family._loaded[name] = replace(made, name=name)
-        monkeypatch.setattr(sweep, "family", lambda op: family)
-        monkeypatch.setattr(measure, "family", lambda op: family)
+        for module in (sweep, measure, tune):
+            monkeypatch.setattr(module, "family", lambda op: family)
 
     use.case, use.variant, use.double = DoublingCase, variant, double
     return use
+
+
+@dataclass
+class MadeTimes:
+    """A clock that knows what every config takes: a number, a sample a round, or these by length of the input.
+
+    ``rounds`` are the finals: for each, the configs that were timed together.
+    """
+
+    us: dict[str, Any]
+    rounds: list[list[str]] = field(default_factory=list)
+
+    @property
+    def clock(self):
+        return tune.Clock(self._time, lambda launch: 0.0)
+
+    def _time(self, launches, target_s, least):
+        configs = [launch.func.__self__.config for launch in launches]
+        if target_s == tune.FINAL_S:
+            self.rounds.append(configs)
+        return [self._samples(config, launch.args[1], least) for config, launch in zip(configs, launches, strict=True)]
+
+    def _samples(self, config, args, least):
+        us = self.us[config]
+        if isinstance(us, dict):
+            us = us[len(args[0])]
+        if isinstance(us, list):
+            return us if len(us) == least else us[:1] * least
+        return [us] * least
+
+
+@pytest.fixture
+def made_times():
+    """``made_times({config: us})``: see :class:`MadeTimes`."""
+    return MadeTimes

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvscout import tuning
 from kvscout.device import GPUS
 from kvscout.roofline import Cost
 from kvscout.testing import measure, sustained, timing
@@ -71,6 +72,13 @@ def test_auto_is_what_a_call_would_get(doubling):
     baseline, auto = measured(doubling, ("auto",), baseline="torch_low")
     assert (baseline.variant, baseline.chosen) == ("torch_low", "")
     assert (auto.variant, auto.chosen, auto.config, auto.status) == ("auto", "torch_high", "default", PASSED)
+
+
+def test_auto_is_timed_with_its_tuned_config(doubling, monkeypatch):
+    doubling(torch_a=doubling.variant(space=lambda problem: ["other"]))
+    monkeypatch.setattr(tuning, "entry", lambda op, package, problem: tuning.Entry("torch_a", "other"))
+    auto, named = measured(doubling, ("auto", "torch_a"), baseline="auto")
+    assert (auto.config, named.config) == ("other", "default")
 
 
 def test_auto_without_a_variant_says_so(doubling):

@@ -40,6 +40,61 @@ def test_the_first_launch_is_not_timed():
     assert timing.hot(launch, CPU).median_us < 100_000
 
 
+class TestInTurn:
+    """What a GPU is asked for, by graphs and events that stand in for its own."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        """Everything that is replayed, by name; a graph takes its launch's time as often as it holds it."""
+        done = []
+
+        class Graph:
+            def __init__(self, launch, calls):
+                self.launch, self.calls = launch, calls
+
+            def replay(self):
+                done.append(self.launch.__name__)
+                return self.launch() * self.calls
+
+        def replay_us(replays, runs, before=None):
+            samples = []
+            for run in range(runs):
+                if before is not None:
+                    before()
+                samples.append(replays[run % len(replays)]())
+            return samples
+
+        monkeypatch.setattr(timing, "capture", Graph)
+        monkeypatch.setattr(timing, "rough_seconds", lambda launch: launch() * 1e-6)
+        monkeypatch.setattr(timing, "replay_us", replay_us)
+        monkeypatch.setattr(timing, "_flush", lambda device: lambda: done.append("flush"))
+        return done
+
+    @staticmethod
+    def short():
+        return 5.0
+
+    @staticmethod
+    def long():
+        return 2000.0
+
+    def test_hot(self, asked):
+        """Ten short calls a graph; the host gets ahead first."""
+        found = timing.interleaved([self.short, self.long], torch.device("cuda"), 1e-9, 4)
+        assert found == [[5.0] * 4, [2000.0] * 4]
+        assert asked == ["short", "long", *["flush"] * timing.BACKLOG, "long", *["short", "long"] * 4]
+
+    def test_cold(self, asked):
+        found = timing.interleaved([self.short, self.long], torch.device("cuda"), 1e-9, 3, cold=True)
+        assert found == [[5.0] * 3, [2000.0] * 3]
+        assert asked == ["flush", "short", "flush", "long"] * 4
+
+    @pytest.mark.parametrize(("target_s", "rounds"), [(0.01, 5), (0.02, 10), (1e3, 200)])
+    def test_as_many_rounds_as_fit(self, asked, target_s, rounds):
+        found = timing.interleaved([self.short, self.long], torch.device("cuda"), target_s, 5)
+        assert [len(samples) for samples in found] == [rounds, rounds]
+
+
 @pytest.mark.gpu
 class TestOnGpu:
     DEVICE = torch.device("cuda")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import checks, fp8, paging, torch_ops
+from ... import checks, fp8, paging, torch_ops, tuning
 from ...device import arch_of
 from ...variants import AUTO, Family
 
@@ -35,6 +35,10 @@ class Problem:
     cache_dtype: torch.dtype
     k_scaling: str = CAST
     v_scaling: str = CAST
+
+    def bucket(self) -> tuning.Bucket:
+        """What a tuned table tells apart: tokens by power of two, the rest as it is."""
+        return tuning.bucket(self, classes=("num_tokens",))
 
 
 class Args(NamedTuple):

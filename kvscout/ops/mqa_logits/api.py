@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import checks, fp8, torch_ops
+from ... import checks, fp8, torch_ops, tuning
 from ...device import arch_of
 from ...variants import AUTO, Family
 
@@ -32,6 +32,10 @@ class Problem:
     clean_logits: bool
     has_q_scale: bool = False
     fnuz: bool = False
+
+    def bucket(self) -> tuning.Bucket:
+        """What a tuned table tells apart: rows and keys by power of two, the rest, but for a ``q_scale``, as it is."""
+        return tuning.bucket(self, classes=("num_rows", "num_keys"), without=("has_q_scale",))
 
 
 class Args(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks, env, fp8, paging, torch_ops
+from ... import checks, env, fp8, paging, torch_ops, tuning
 from ...device import arch_of
 from ...variants import AUTO, Family
 from ..pa_plan.plan import PADecodePlan
@@ -22,6 +22,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+
+# What a tuned table has by power of two.
+SIZES = ("num_sequences", "capacity", "max_partitions", "window")
 
 NONE, SCALAR, HEAD, TOKEN = "none", "scalar", "head", "token"
 """What a scale tensor belongs to; a scale that is a plain number is no tensor, so it counts as "none" here."""
@@ -74,6 +77,15 @@ class Problem:
     merge_in_tile: bool = True
     batch_invariant: bool = False
     whole_pages: bool = True
+
+    def bucket(self) -> tuning.Bucket | None:
+        """What a tuned table tells apart: sizes by power of two, the rest as it is; sinks and lse do not count.
+
+        None for batch-invariant plans: configs change bits, and which of them serve a call depends on its batch.
+        """
+        if self.batch_invariant:
+            return None
+        return tuning.bucket(self, classes=SIZES, without=("has_sinks", "has_lse"))
 
     @property
     def group(self) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import checks, torch_ops
+from ... import checks, torch_ops, tuning
 from ...device import arch_of
 from ...device import num_sms as sms_of
 from ...variants import AUTO, Family
@@ -38,6 +38,10 @@ class Problem:
     sliding_window: int
     query_length: int
     tiles_per_partition: int
+
+    def bucket(self) -> tuning.Bucket:
+        """What a tuned table tells apart: sizes by power of two, the rest as it is."""
+        return tuning.bucket(self, classes=("num_sequences", "capacity", "max_partitions", "sliding_window"))
 
     @property
     def most_tasks(self) -> int:

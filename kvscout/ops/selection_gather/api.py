@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks, paging, torch_ops
+from ... import checks, paging, torch_ops, tuning
 from ...device import arch_of
 from ...variants import AUTO, Family
 from ..selection_tables import rows
@@ -36,6 +36,10 @@ class Problem:
     has_ends: bool = False
     has_key_scale: bool = False
     has_value_scale: bool = False
+
+    def bucket(self) -> tuning.Bucket:
+        """What a tuned table tells apart: sizes by power of two, the rest as it is."""
+        return tuning.bucket(self, classes=("num_rows", "k", "num_sequences", "max_blocks", "num_blocks"))
 
     @property
     def pages_per_row(self) -> int:

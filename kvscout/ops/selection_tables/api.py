@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks, paging, torch_ops
+from ... import checks, paging, torch_ops, tuning
 from ...device import arch_of
 from ...variants import AUTO, Family
 from . import rows
@@ -29,6 +29,10 @@ class Problem:
     page: int
     has_sequences: bool = False
     has_ends: bool = False
+
+    def bucket(self) -> tuning.Bucket:
+        """What a tuned table tells apart: sizes by power of two, the rest as it is."""
+        return tuning.bucket(self, classes=("num_rows", "k", "num_sequences", "max_blocks"))
 
     @property
     def pages_per_block(self) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import checks, torch_ops
+from ... import checks, torch_ops, tuning
 from ...device import arch_of
 from ...variants import AUTO, Family
 
@@ -31,6 +31,10 @@ class Problem:
     sorted: bool
     has_starts: bool = False
     has_ends: bool = False
+
+    def bucket(self) -> tuning.Bucket:
+        """What a tuned table tells apart: sizes by power of two, the rest as it is."""
+        return tuning.bucket(self, classes=("num_rows", "num_keys", "k"))
 
 
 class Args(NamedTuple):

@@ -231,9 +231,10 @@ class PaDecodeCase:
             args = args._replace(softmax_scale=LARGE_LOGIT / float(peak))
         plan_tensors = {name: getattr(plan, name) for name in ("work_info", "reduce_info", "arrival_counters")}
         before = {name: tensor.clone() for name, tensor in plan_tensors.items()}
+        expected = functools.cache(functools.partial(self._expected, problem, args))
 
         def check(variant: str) -> list[Comparison]:
-            found = self._compare(problem, args, variant)
+            found = self._compare(problem, args, expected(), variant)
             return [*found, *(equal(name, tensor, before[name]) for name, tensor in plan_tensors.items())]
 
         args.scratch()
@@ -323,17 +324,21 @@ class PaDecodeCase:
     def _rows(self, sequences: Sequence[int]) -> list[int]:
         return [sequence * self.query_length + query for sequence in sequences for query in range(self.query_length)]
 
-    def _compare(self, problem: api.Problem, args: api.Args, variant: str) -> list[Comparison]:
-        """Sequences spread over the whole batch, as many as float64 can be afforded for; finiteness of every row."""
+    def _expected(self, problem: api.Problem, args: api.Args) -> Expected:
+        """Sequences spread over the whole batch, as many as float64 can be afforded for."""
         device, batch = args.output.device.type, len(self.lengths)
         per_sequence = self.kv_heads * self.dim * max(*self.lengths, 1)
         count = max(1, min(batch, SAMPLED_ELEMENTS[device] // per_sequence))
         sample = [i * (batch - 1) // max(count - 1, 1) for i in range(count)]
         step = max(1, CHUNK_ELEMENTS[device] // per_sequence)
         chunks = [sample[start : start + step] for start in range(0, count, step)]
-        expected, expected_lse = _concatenate([self._reference(problem, args, chunk) for chunk in chunks])
+        output, lse = _concatenate([self._reference(problem, args, chunk) for chunk in chunks])
         same, _ = _concatenate([self._reference(problem, args, chunk, torch.float32) for chunk in chunks])
-        rows = self._rows(sample)
+        return Expected(self._rows(sample), output, lse, same)
+
+    def _compare(self, problem: api.Problem, args: api.Args, of: Expected, variant: str) -> list[Comparison]:
+        """The rows that float64 was asked for; finiteness of every row."""
+        rows, expected, expected_lse, same = of.rows, of.output, of.lse, of.same
         got, zero = args.output[rows], (expected == 0).all(-1)
         size = expected.norm(dim=-1, keepdim=True) / math.sqrt(self.dim)
         size = torch.where(zero[..., None], 1, size)
@@ -359,6 +364,16 @@ class PaDecodeCase:
             budget = Budget(error, error**2)
             found.append(close("lse", args.lse[rows] / finite, expected_lse / finite, budget))
         return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Some rows of a case: their output and lse in float64, and the output in float32."""
+
+    rows: list[int]
+    output: Tensor
+    lse: Tensor
+    same: Tensor
 
 
 class _Scratch:

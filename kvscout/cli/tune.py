@@ -1,0 +1,350 @@
+"""Find the fastest variant and config for each bucket of problems, and write them into a table that calls then use.
+
+Every variant that a call may get runs with each config of its space: first the case's own check, then a quick timing;
+the three fastest and what the rule would take are then timed in turn, and the rule's choice stays where nothing is
+faster beyond noise. Times are of a GPU's hot L2 unless told otherwise. A GPU's kernels are compiled first, in several
+processes. The table is that of this machine's device; KVSCOUT_TUNED_DIR names the folder that calls look for it in.
+An existing table keeps its other buckets. docs/tuning.md says how to tune for shapes of one's own.
+Exit code: 0 all right, 1 something failed its check or an entry no longer holds, 2 bad usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import env, tuning
+from ..device import name_of
+from ..testing import provenance, tune, tuned_table
+from ..testing.case import Case, family
+from ..testing.retime import Retimed, retime
+from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost
+from ..testing.tune import Key, Trial, Tuned
+from ..testing.tuned_table import Kept
+from ..tuning import Bucket, WrongTable
+from . import arguments, console, workers
+from .arguments import UsageError, write_json
+from .selection import GPU_LOST, add_selection, device
+from .timed_cases import add_cases, select_timed
+
+MOST_JOBS = 16
+"""Processes that compile at a time unless told otherwise."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``tune``."""
+    add_selection(parser, by_variant=False)
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--output",
+        metavar="FILE",
+        type=arguments.file_name,
+        help="table to write (default: named after the device, in KVSCOUT_TUNED_DIR or else in the folder 'tuned')",
+    )
+    files.add_argument(
+        "--check",
+        metavar="FILE",
+        type=arguments.file_name,
+        help="write nothing: time the entries of this table again, and flag what no longer holds",
+    )
+    parser.add_argument("--cold", action="store_true", help="time with an empty L2 (GPU)")
+    parser.add_argument(
+        "--seconds-per-case",
+        metavar="S",
+        type=_seconds,
+        help="time after which no further config of a case is tried (default: none)",
+    )
+    cores = min(MOST_JOBS, os.cpu_count() or 1)
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=arguments.whole_number(1),
+        default=cores,
+        help=f"processes that compile a GPU's kernels first (default: the cores, at most {MOST_JOBS}: {cores} here)",
+    )
+    add_cases(parser)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune for what was selected and write the table, or check one."""
+    where = device(args)
+    if args.cold and where.type == "cpu":
+        raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
+    if args.check is not None:
+        return _check(args, where)
+    selected = [item.case for item in select_timed(args, where)]
+    model = name_of(where)
+    file = args.output or (env.tuned_dir() or Path("tuned")) / tuning.file_name(model)
+    old = _old(file, model)
+    found: list[Tuned] = []
+    code, stopped, unprepared = 0, None, 0
+    try:
+        buckets, unprepared = _buckets(selected, where, args.seed, _jobs(args, where))
+        _tune(buckets, where, args, found)
+    except KeyboardInterrupt:
+        code, stopped = 130, "interrupted"
+    except ContextLost:
+        code, stopped = 1, GPU_LOST
+    record = provenance.record(where, args.command_line) | {"seed": args.seed}
+    content = record | {"stopped": stopped, "buckets": [_described(tuned) for tuned in found]}
+    written = write_json(args.json, content)
+    _summarise(found)
+    table = tuned_table.merged(old, model, record, found)
+    if found and (old or table["ops"]):
+        _say_what_went(old, found)
+        written = _write(file, table) and written
+    if stopped is not None:
+        console.error(stopped)
+    statuses = {trial.status for tuned in found for trial in tuned.trials}
+    return code or int(not written or unprepared > 0 or FAILED in statuses or PASSED not in statuses)
+
+
+def _old(file: Path, model: str) -> dict[str, Any] | None:
+    """The table that is to be added to, None where there is none; tried before the work begins.
+
+    Raises:
+        UsageError: it is of another device, is no table, or cannot be written.
+    """
+    try:
+        content = tuning.read(file, model) if file.exists() else None
+        if content is not None:
+            tuned_table.kept(content)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab"):
+            pass
+        if content is None:
+            file.unlink()
+    except WrongTable as error:
+        raise UsageError(f"--output: {str(file)!r} {error}; name another file, or move this one away") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--output: cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    return content
+
+
+def _say_what_went(old: dict[str, Any] | None, found: Sequence[Tuned]) -> None:
+    for op in dict.fromkeys(tuned.op for tuned in found):
+        section = (old or {"ops": {}})["ops"].get(op)
+        if section is not None and section["fingerprint"] != tuning.fingerprint(family(op).package):
+            number = len(section["entries"])
+            console.out(f"left out, as they are of other kernels: {number} older entries of {op}")
+
+
+def _write(file: Path, table: dict[str, Any]) -> bool:
+    try:
+        file.write_text(provenance.dumps(table) + "\n")
+    except OSError as error:
+        console.error(f"--output: cannot write {str(file)!r}: {error.strerror}")
+        return False
+    entries = sum(len(section["entries"]) for section in table["ops"].values())
+    console.out(f"{file}: {entries} {'entry' if entries == 1 else 'entries'}")
+    return True
+
+
+Scouted = Bucket | str | None
+"""What :func:`kvscout.testing.tune.bucket_of` says of a case."""
+
+
+def _jobs(args: argparse.Namespace, where: torch.device) -> int:
+    """Processes that compile first; without a GPU there is nothing to compile."""
+    return int(args.jobs) if where.type == "cuda" else 1
+
+
+def _buckets(
+    selected: Sequence[Case], where: torch.device, seed: int, jobs: int
+) -> tuple[dict[tuple[str, Bucket], list[Case]], int]:
+    """The cases of each op and bucket, and how many cases could not be prepared; a GPU's kernels are compiled."""
+    buckets: dict[tuple[str, Bucket], list[Case]] = {}
+    unprepared, without = 0, 0
+    with console.Progress(len(selected), "compile" if where.type == "cuda" else "prepare") as progress:
+        for case, bucket in _scouted([(case, None) for case in selected], where, seed, jobs):
+            if isinstance(bucket, str):
+                unprepared += 1
+                console.error(console.failure(case.op, case.name, INPUTS, "", bucket))
+            elif bucket is None:
+                without += 1
+            else:
+                buckets.setdefault((case.op, bucket), []).append(case)
+            progress.advance()
+    if without:
+        console.out(f"{console.count(without, 'case')} of problems that get no variant from a table")
+    return buckets, unprepared
+
+
+def _scouted(
+    wanted: Sequence[tuple[Case, Collection[Key] | None]], where: torch.device, seed: int, jobs: int
+) -> Iterator[tuple[Case, Scouted]]:
+    """The bucket of each case. Several processes also compile what is to be timed."""
+    if jobs == 1 or len(wanted) == 1:
+        yield from ((case, tune.bucket_of(case, where, seed)) for case, _ in wanted)
+        return
+    again = []
+    with workers.pool(min(jobs, len(wanted)), functools.partial(torch.set_num_threads, 1)) as pool:
+        futures = [pool.submit(_compile, case, where, seed, turn, only) for turn, (case, only) in enumerate(wanted)]
+        for (case, _), future in zip(wanted, futures, strict=True):
+            try:
+                result = future.result()
+            except BrokenProcessPool as broken:
+                console.error(f"a kernel killed the process that compiled and launched it: {broken}")
+                raise ContextLost(str(broken)) from broken
+            if isinstance(result, str):
+                again.append(case)
+            else:
+                yield case, result
+    # Several processes may lack the memory that one has, and one that met a bad kernel can do no more.
+    yield from ((case, tune.bucket_of(case, where, seed)) for case in again)
+
+
+def _compile(case: Case, where: torch.device, seed: int, turn: int, only: Collection[Key] | None) -> Scouted:
+    """What a process does with a case; a kernel that breaks its context is met again where it is reported."""
+    try:
+        return tune.bucket_of(case, where, seed, turn, only)
+    except ContextLost as lost:
+        return str(lost)
+
+
+def _tune(
+    buckets: dict[tuple[str, Bucket], list[Case]], where: torch.device, args: argparse.Namespace, found: list[Tuned]
+) -> None:
+    """Tune bucket after bucket; results are added as they come, so that an interrupted run keeps them."""
+    by = tune.clock(where, args.cold)
+    with console.Progress(len(buckets), "tune") as progress:
+        for (op, bucket), members in buckets.items():
+            progress.show(f"{op} {members[0].name}")
+            tuned = tune.tune(bucket, members, where, by, seed=args.seed, seconds_per_case=args.seconds_per_case)
+            found.append(tuned)
+            for trial in tuned.trials:
+                if trial.status == FAILED:
+                    console.error(_failure(trial))
+            progress.advance()
+
+
+def _failure(t: Trial) -> str:
+    return console.failure(t.op, t.case, t.variant, t.config, t.message)
+
+
+def _described(tuned: Tuned) -> dict[str, Any]:
+    return {
+        "op": tuned.op,
+        "bucket": dict(sorted(tuned.bucket)),
+        "cases": [case.name for case in tuned.cases],
+        "winner": tuned_table.entry_of(tuned),
+        "message": tuned.message,
+        "trials": [asdict(trial) for trial in tuned.trials],
+    }
+
+
+def _summarise(found: Sequence[Tuned]) -> None:
+    """A line per bucket, what was not timed and why, and the failures last."""
+    rows: list[Sequence[object]] = []
+    for tuned in found:
+        first, *more = (case.name for case in tuned.cases)
+        cases, w = f"{first} and {len(more)} more" if more else first, tuned.winner
+        if w is None:
+            rows.append((tuned.op, cases, *[None] * 4, tuned.message))
+            continue
+        us = statistics.geometric_mean(times.us for times in w.cases.values())
+        taken = (w.key.variant, f"{us:.2f}", _more(w.over_default), _more(w.margin), w.key.config)
+        rows.append((tuned.op, cases, *taken))
+    columns = ("op", "case", "variant", "us", "rule", "second", "config")
+    console.table("fastest, and how much more time the rule's choice and the second take", columns, rows)
+    trials = [trial for tuned in found for trial in tuned.trials]
+    tried = sum(trial.status != REFUSED for trial in trials)
+    console.out(f"{console.count(sum(len(t.cases) for t in found), 'case')}, {tried} variants and configs on them")
+    why = Counter((t.op, t.variant, t.message) for t in trials if t.status in (SKIPPED, REFUSED))
+    if why:
+        reasons = [(op, variant, number, message) for (op, variant, message), number in why.most_common()]
+        console.table("not timed", ("op", "variant", "times", "reason"), reasons)
+    failures = [trial for trial in trials if trial.status == FAILED]
+    if failures:
+        console.out(f"\n{len(failures)} failed")
+    for trial in failures:
+        console.out(_failure(trial))
+
+
+def _more(part: float | None) -> str | None:
+    return None if part is None else f"{part:.1%}"
+
+
+def _check(args: argparse.Namespace, where: torch.device) -> int:
+    """Time a table's entries again; exit code 1 where one no longer holds."""
+    if args.presets or args.shapes_csv:
+        raise UsageError("--check: the table says which cases are timed; leave presets and --shapes-csv out")
+    arguments.check_overrides()
+    arguments.check_json(args.json)
+    try:
+        content = tuning.read(args.check, name_of(where))
+        entries = tuned_table.kept(content)
+    except WrongTable as error:
+        raise UsageError(f"--check: {str(args.check)!r} {error}") from error
+    chosen = [kept for kept in entries if _is_selected(kept, args)]
+    if not chosen:
+        raise UsageError(f"--check: none of the {len(entries)} entries of {args.check} is selected")
+    for op in dict.fromkeys(kept.op for kept in chosen):
+        if content["ops"][op]["fingerprint"] != tuning.fingerprint(family(op).package):
+            console.out(f"{args.check}: {tuning.stale(op)}")
+    found: list[Retimed] = []
+    code, stopped = 0, None
+    try:
+        _retime(chosen, where, args, found)
+    except KeyboardInterrupt:
+        code, stopped = 130, "interrupted"
+    except ContextLost:
+        code, stopped = 1, GPU_LOST
+    record = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
+    written = write_json(args.json, record | {"retimed": [asdict(row) for row in found]})
+    rows = [
+        (r.op, r.case, r.key.variant, _us(r.then_us), _us(r.now_us), _us(r.runner_up_us), r.flag or None) for r in found
+    ]
+    console.table(str(args.check), ("op", "case", "variant", "us then", "us now", "second now", "flag"), rows)
+    flagged = sum(bool(row.flag) for row in found)
+    console.out(f"{flagged} of {console.count(len(found), 'case')} flagged")
+    if stopped is not None:
+        console.error(stopped)
+    return code or int(not written or flagged > 0)
+
+
+def _is_selected(kept: Kept, args: argparse.Namespace) -> bool:
+    return (not args.ops or kept.op in args.ops) and any(args.case in name for name in kept.cases)
+
+
+def _retime(chosen: Sequence[Kept], where: torch.device, args: argparse.Namespace, found: list[Retimed]) -> None:
+    wanted = [
+        (case, [key for key in (kept.winner.key, kept.winner.runner_up) if key is not None])
+        for kept in chosen
+        for case in kept.cases.values()
+        if case is not None
+    ]
+    if (jobs := _jobs(args, where)) > 1:
+        for _ in _scouted(wanted, where, args.seed, jobs):
+            pass
+    with console.Progress(len(chosen), "tune --check") as progress:
+        for op, winner, of_entry in chosen:
+            progress.show(f"{op} {next(iter(of_entry))}")
+            found += retime(op, winner, of_entry, where, tune.clock(where, winner.cold), args.seed)
+            progress.advance()
+
+
+def _us(time: float | None) -> str | None:
+    return None if time is None else f"{time:.2f}"
