@@ -1,14 +1,12 @@
 """Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 ones by sums of two, a second kernel merges.
 
 Wins: everywhere on Hopper that it serves, chunked caches of D 128.
-Limit: probabilities beside e4m3 values have 8 bits, and none below 2^-22 of the largest of their 128 tokens of half of
-a task. e4m3 products are added up with 14 bits: errors of up to 8e-4 in logits and lse. Small
-batches wait for a chain of latencies (plan, page ids, first tile, merge), large ones for memory. More than 64 query
-rows per KV head read the cache again for every 64. No context may come within 1024 tokens of 2^31.
-Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16), plans of 132 slots: 1 x 8k
-tokens 5.7 (6.5), 4 x 8k 6.4 (7.0), 8 x 8k 7.4 (8.6), 32 x 8k 21.9 (36.4), 4 x 32k 9.4 (21.1), 3 x 220k 44.8 (81.1); 4
-query tokens, 3 x 8k 12.7 (11.8), 8 x 32k 34.8 (41.8); 64 rows of 2048 tokens in pages of 16, 11.2 (14.7). Plans of 264
-slots, the default, took up to 16% more, with 4 query tokens up to 50%.
+Limit: e4m3 products are added up with 14 bits: errors of up to 1.3e-3 of a logit. Small batches wait for a chain of
+latencies (plan, page ids, first tile, merge), large ones for memory, many rows beside e4m3 caches for conversions. More
+than 64 query rows per KV head read the cache again for every 64. No context may come within 1024 tokens of 2^31.
+Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 5.5 (6.5), 4 x
+8k 6.2 (6.9), 8 x 8k 7.5 (8.6), 32 x 8k 21.6 (36), 4 x 32k 10.0 (21), 3 x 220k 44.7 (81); 4 query tokens, 3 x 8k 10.7
+(9.7), 8 x 32k 31.7 (39); 64 rows of 2048 tokens in pages of 16, 9.7 (13.2).
 """
 
 from __future__ import annotations
