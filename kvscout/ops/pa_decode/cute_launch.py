@@ -49,8 +49,9 @@ class Kernel:
         )  # fmt: skip
         if reduce_x > 0:
             self.reduce(data).launch(
-                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1), smem=16 * REDUCE_THREADS,
-                stream=stream, use_pdl=True, min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
+                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1),
+                smem=4 * tile.own_elements * REDUCE_THREADS, stream=stream, use_pdl=True,
+                min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
             )  # fmt: skip
 
     @cute.kernel
@@ -107,7 +108,7 @@ class Kernel:
         sequence, first_row, kv_head = cute.arch.block_idx()
         sequence_step, row_step, _ = cute.arch.grid_dim()
         shared = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
-        reduce_sequences(thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data)
+        reduce_sequences(self.tile, thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data)
 
 
 def build(tile: Tile) -> tuple[Kernel, tuple[Any, ...]]:

@@ -50,7 +50,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     for j in cutlass.range_constexpr(tile.rows // 8):
         pair = ptx.shared_load(shared + places.row_scales + (8 * j + 2 * (lane & 3)) * 4, Float32, 2)
         row_scales[2 * j], row_scales[2 * j + 1] = pair[0], pair[1]
-    outputs = cute.make_rmem_tensor((4 * own,), Float32)
+    outputs = cute.make_rmem_tensor((tile.own_elements * own,), Float32)
     outputs.fill(0.0)
     sums = cute.make_rmem_tensor((own,), Float32)
     sums.fill(0.0)

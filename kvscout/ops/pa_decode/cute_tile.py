@@ -21,8 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-DIM = 128
-"""D: elements of a head."""
 STEP = 128
 """Tokens of a stage."""
 WARPGROUPS = 2
@@ -69,6 +67,7 @@ class Tile:
         stages: steps that the rings hold.
         blocks: thread blocks that share a multiprocessor.
         token_scales: whether keys or values have a scale per token.
+        dim: D, elements of a head.
     """
 
     cache: str
@@ -77,6 +76,7 @@ class Tile:
     stages: int
     blocks: int = 1
     token_scales: bool = False
+    dim: int = 128
 
     def __post_init__(self) -> None:
         # A warpgroup that met a stage only every other phase would take one parity for the other.
@@ -87,7 +87,8 @@ class Tile:
     def name(self) -> str:
         """Unique, and a legal symbol."""
         scales = "_token_scales" if self.token_scales else ""
-        return f"pa_decode_{self.cache}_page{self.page}_rows{self.rows}_stages{self.stages}x{self.blocks}{scales}"
+        shape = f"{self.cache}_d{self.dim}_page{self.page}_rows{self.rows}"
+        return f"pa_decode_{shape}_stages{self.stages}x{self.blocks}{scales}"
 
     @property
     def is_e4m3(self) -> bool:
@@ -102,7 +103,7 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         """Bytes of the keys, or of the values, of a step."""
-        return STEP * DIM * self.element_bytes
+        return STEP * self.dim * self.element_bytes
 
     @property
     def halves(self) -> int:
@@ -125,9 +126,19 @@ class Tile:
         return self.rows // 4
 
     @property
+    def own_elements(self) -> int:
+        """Elements of an output row that a thread holds: ``64 a + 16 w + 8 b + g`` (b < 2) of slot ``8 w + g``."""
+        return self.dim // 32
+
+    @property
+    def vector(self) -> int:
+        """How many of them are stored at once."""
+        return min(self.own_elements, 4)
+
+    @property
     def moves_registers(self) -> bool:
         """Whether the loading warps give registers to those that multiply."""
-        return self.rows > 32
+        return self.rows > 32 or self.rows * self.dim > 32 * 128
 
     @property
     def chains(self) -> int:
@@ -147,7 +158,7 @@ class Tile:
     @property
     def chunks(self) -> int:
         """Pieces of 16 bytes of a token's keys."""
-        return DIM * self.element_bytes // 16
+        return self.dim * self.element_bytes // 16
 
     @property
     def by_page(self) -> bool:
@@ -158,6 +169,16 @@ class Tile:
     def by_chunk(self) -> bool:
         """Whether keys are copied chunk by chunk."""
         return self.page in (32, 64)
+
+    @property
+    def copies(self) -> int:
+        """Bulk copies that a loading lane starts in a step: two, where keys of a step have more than 64 chunks."""
+        return 2 if self.by_chunk and STEP // self.page * self.chunks > 64 else 1
+
+    @property
+    def lanes_of_page(self) -> int:
+        """Lanes that copy a page's keys chunk by chunk."""
+        return self.chunks // self.copies
 
     @property
     def key_leading(self) -> int:
@@ -172,12 +193,12 @@ class Tile:
     @property
     def page_bytes(self) -> int:
         """Bytes of one head's keys, or values, of a page."""
-        return self.page * DIM * self.element_bytes
+        return self.page * self.dim * self.element_bytes
 
     @property
     def value_leading(self) -> int:
         """Bytes from a warpgroup's piece of values to its next."""
-        return DIM * 16 * (1 if self.is_e4m3 else WARPGROUPS)
+        return self.dim * 16 * (1 if self.is_e4m3 else WARPGROUPS)
 
     @property
     def query_pitch(self) -> int:
@@ -192,7 +213,7 @@ class Tile:
     @property
     def exchange_bytes(self) -> int:
         """Bytes of the outputs of a warpgroup."""
-        return self.rows * DIM * 4
+        return self.rows * self.dim * 4
 
     @property
     def places(self) -> Places:
@@ -211,7 +232,7 @@ class Tile:
         return Places(
             keys=keys,
             values=values,
-            queries=take(self.rows * DIM * 2),
+            queries=take(self.rows * self.dim * 2),
             probabilities=take(WARPGROUPS * self.probability_bytes),
             finer=take(WARPGROUPS * self.probability_bytes if self.is_e4m3 else 0),
             # The rings are empty by then.

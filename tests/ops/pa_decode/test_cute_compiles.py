@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvscout.kernels.cute import toolchain
-from kvscout.ops.pa_decode.cute_tile import DIM, THREADS, Tile
+from kvscout.ops.pa_decode.cute_tile import THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import CACHES, VARIANT
 
 pytestmark = [
@@ -88,7 +88,7 @@ def test_products_are_as_many_matrix_instructions_as_they_need(programs):
         tile = made.tile
         k, word = (32, "QGMMA") if tile.is_e4m3 else (16, "HGMMA")
         places = made.decode.places(word)
-        scores, outputs = tile.halves * (DIM // k), DIM // 64 * (tile.halves * 64 // k)
+        scores, outputs = tile.halves * (tile.dim // k), tile.dim // 64 * (tile.halves * 64 // k)
         assert len(places) == scores + outputs, tile.name
         assert all(f"64x{tile.columns}x{k}" in made.decode.opcodes[place] for place in places), tile.name
         assert made.decode.places("HMMA", "IMMA") == [], tile.name

@@ -52,6 +52,13 @@ def every_kernel(monkeypatch):
         ({"cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
         ({"cache_dtype": torch.bfloat16, "capacity": 4}, Config(16, 2)),
         ({"cache_dtype": torch.float16, "dtype": torch.float16, "query_length": 3}, Config(64, 2)),
+        ({"head_dim": 64}, Config(16, 4, 2)),
+        ({"head_dim": 64, "capacity": 4, "cache_dtype": torch.bfloat16}, Config(16, 4)),
+        ({"head_dim": 64, "query_length": 4}, Config(32, 8)),
+        # Two blocks have no room for such stages, nor one registers for 64 rows.
+        ({"head_dim": 256}, Config(16, 2)),
+        ({"head_dim": 256, "cache_dtype": torch.bfloat16}, Config(16, 1)),
+        ({"head_dim": 256, "query_length": 4}, Config(32, 2)),
     ],
 )
 def test_a_call_gets_its_config(words, config, every_kernel):
@@ -64,9 +71,12 @@ def test_every_config_of_a_call_or_a_tuner_is_among_the_programs():
     assert len(set(programs)) == len({program.name for program in programs}) == len(programs)
     seen = set()
     types = [(torch.bfloat16, FN), (torch.float16, FN), *[(t, t) for t in (torch.bfloat16, torch.float16)]]
-    for (dtype, cache), page, group, kind in itertools.product(types, paging.PAGE_SIZES, (1, 20, 64), ("none", TOKEN)):
+    shapes = itertools.product(types, cute_wgmma.ROWS, paging.PAGE_SIZES, (1, 20, 64), ("none", TOKEN))
+    for (dtype, cache), dim, page, group, kind in shapes:
         if kind == "none" or cache == FN:
-            asked = problem(dtype=dtype, cache_dtype=cache, page=page, num_heads=group, value_scale=kind)
+            asked = problem(
+                dtype=dtype, cache_dtype=cache, page=page, num_heads=group, value_scale=kind, head_dim=dim
+            )  # fmt: skip
             seen |= {cute_wgmma._program(asked, config) for config in VARIANT.configs(asked)}
     # And none is compiled in vain.
     assert seen == set(programs)
@@ -77,7 +87,8 @@ def test_every_config_of_a_call_or_a_tuner_is_among_the_programs():
     [
         ({"layout": "nhd"}, "reads chunked caches only, these are nhd"),
         ({"layout": "plain_v"}, "reads chunked caches only, these are plain_v"),
-        ({"head_dim": 64}, "serves head dimension 128, this is 64"),
+        ({"head_dim": 192}, "serves head dimensions 64, 128, 256, this is 192"),
+        ({"head_dim": 512}, "serves head dimensions 64, 128, 256, this is 512"),
         ({"cache_dtype": FNUZ}, "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"),
         (
             {"cache_dtype": torch.float16},

@@ -14,6 +14,7 @@ slots, the default, took up to 16% more, with 4 query tokens up to 50%.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,16 @@ from ....kernels.cute.program import Program
 from ....paging import CHUNKED, PAGE_SIZES
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
-from ..cute_tile import DIM, REDUCE_FEW, REDUCE_THREADS, STEP, Tile
+from ..cute_tile import REDUCE_FEW, REDUCE_THREADS, STEP, WARPGROUPS, Tile
 
 CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-ROWS = (16, 32, 64)
-"""Query rows that a thread block may take: with 64, outputs and scores fill the registers."""
+ROWS = {64: (16, 32), 128: (16, 32, 64), 256: (16, 32)}
+"""Query rows that a thread block may take, by head dimension: the most are what outputs and scores leave registers for.
+"""
+
+RING_BYTES = 64 << 10
+"""Of the stages of keys, or of values, that hide the latency of memory."""
 
 # The kernel divides rows by the group in float32, and CUDA counts a grid's second and third dimension in 16 bits.
 MAX_ROWS = 1 << 20
@@ -64,8 +69,8 @@ def _refuses(problem: Problem) -> str | None:
         return f"caches of {problem.cache_dtype} need queries of the same dtype, not {problem.dtype}"
     if problem.layout != CHUNKED:
         return f"reads chunked caches only, these are {problem.layout}"
-    if problem.head_dim != DIM:
-        return f"serves head dimension {DIM}, this is {problem.head_dim}"
+    if problem.head_dim not in ROWS:
+        return f"serves head dimensions {', '.join(map(str, ROWS))}, this is {problem.head_dim}"
     if not problem.whole_pages:
         return f"copies pages in bulk, which must each be one run of memory on a {ALIGNMENT}-byte boundary"
     if problem.tile % STEP:
@@ -79,18 +84,19 @@ def _refuses(problem: Problem) -> str | None:
     return runtime.refusal(_program(problem, config))
 
 
-def _configs(cache: torch.dtype, page: int, token_scales: bool) -> list[Config]:
-    """Every config: 16 rows, alone on a multiprocessor and in pairs, then more rows."""
-    # 128 KB of rings, whose copies hide the latency of memory.
-    stages = 4 if cache == fp8.FN else 2
-    alone = [Config(rows, stages) for rows in ROWS]
+def _configs(cache: torch.dtype, dim: int, page: int, token_scales: bool) -> list[Config]:
+    """Every config: the fewest rows, alone on a multiprocessor and in pairs, then more rows."""
+    stages = RING_BYTES // (STEP * dim * cache.itemsize)
+    alone = [Config(rows, stages) for rows in ROWS[dim]]
     # A pair's registers are just enough, but not for this.
-    pairs = [] if token_scales and page == STEP else [Config(ROWS[0], stages // 2, 2)]
+    few_registers = dim == 128 and token_scales and page == STEP
+    least_stages = WARPGROUPS if cache == fp8.FN else 1
+    pairs = [] if few_registers or stages // 2 < least_stages else [Config(ROWS[dim][0], stages // 2, 2)]
     return [alone[0], *pairs, *alone[1:]]
 
 
 def _space(problem: Problem) -> list[Config]:
-    return _configs(problem.cache_dtype, problem.page, _has_token_scales(problem))
+    return _configs(problem.cache_dtype, problem.head_dim, problem.page, _has_token_scales(problem))
 
 
 def _has_token_scales(problem: Problem) -> bool:
@@ -107,20 +113,20 @@ def _default_config(problem: Problem) -> Config:
 
 
 def _program(problem: Problem, config: Config) -> Program:
-    return _named(CACHES[problem.cache_dtype], problem.page, config, _has_token_scales(problem))
+    cache, token_scales = CACHES[problem.cache_dtype], _has_token_scales(problem)
+    return _named(cache, problem.head_dim, problem.page, config, token_scales)
 
 
-def _named(cache: str, page: int, config: Config, token_scales: bool) -> Program:
-    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales)
+def _named(cache: str, dim: int, page: int, config: Config, token_scales: bool) -> Program:
+    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales, dim)
     return Program(tile.name, "kvscout.ops.pa_decode.cute_launch:build", tile)
 
 
 def _programs() -> Iterator[Program]:
-    for dtype, cache in CACHES.items():
-        for page in PAGE_SIZES:
-            for token_scales in (False, True) if dtype == fp8.FN else (False,):
-                for config in _configs(dtype, page, token_scales):
-                    yield _named(cache, page, config, token_scales)
+    for (dtype, cache), dim, page in itertools.product(CACHES.items(), ROWS, PAGE_SIZES):
+        for token_scales in (False, True) if dtype == fp8.FN else (False,):
+            for config in _configs(dtype, dim, page, token_scales):
+                yield _named(cache, dim, page, config, token_scales)
 
 
 def _load(problem: Problem, config: Config) -> None:
