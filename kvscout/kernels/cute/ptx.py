@@ -77,7 +77,7 @@ def barrier_arrive(barrier: Any) -> None:
 
 
 def barrier_arrive_after_copies(barrier: Any) -> None:
-    """Arrive when all copies that this thread started with :func:`copy_4` are done."""
+    """Arrive when all copies that this thread started with :func:`copy_4` and :func:`copy_16` are done."""
     ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", (), [(Int32, barrier)])
 
 
@@ -129,6 +129,11 @@ def bulk_load(shared: Any, source: Any, size: Any, barrier: Any) -> None:
         (),
         [(Int32, shared), (Int64, source), (Int32, size), (Int32, barrier)],
     )
+
+
+def copy_16(shared: Any, source: Any, size: Any) -> None:
+    """Start copying 16 bytes from global memory; zeros for those from ``size`` on."""
+    ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", (), [(Int32, shared), (Int64, source), (Int32, size)])
 
 
 def copy_4(shared: Any, source: Any, valid: Any) -> None:
@@ -326,12 +331,12 @@ def descriptor(shared: Any, leading: int) -> Any:
 
 def multiply(
     kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], steps: tuple[int, int], count: int,
-    chains: int = 1, chain_step: int = 0,
+    chains: int = 1, chain_step: int = 0, turned: bool = False,
 ) -> Any:  # fmt: skip
     """Start and finish ``chains`` sums of ``count`` wgmma products each, of 64 x ``columns``: their accumulators.
 
     All in one block of text whose accumulators are outputs only: none is live across it, so that ptxas has nothing to
-    serialise. Operands are K-major without swizzle.
+    serialise. Operands are K-major without swizzle, or A is MN-major.
 
     Args:
         kind: the end of the instruction's name, such as "k16.f32.bf16.bf16".
@@ -343,6 +348,7 @@ def multiply(
         count: products of a chain.
         chains: of 64 rows each.
         chain_step: bytes from one chain's A to the next one's.
+        turned: whether A, of 16-bit elements, is MN-major: its core matrices are eight of K, of 16 bytes of rows each.
     """
     per_chain = columns // 2
     at = chains * per_chain
@@ -352,7 +358,7 @@ def multiply(
         f"mov.b32 ha, {strides[0] >> 4}; mov.b32 hb, {strides[1] >> 4};",
         "wgmma.fence.sync.aligned;",
     ]
-    transposed = "" if "e4m3" in kind else ", 0, 0"
+    transposed = "" if "e4m3" in kind else f", {int(turned)}, 0"
     for chain in range(chains):
         registers = ",".join(f"${chain * per_chain + i}" for i in range(per_chain))
         for step in range(count):

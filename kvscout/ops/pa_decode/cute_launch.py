@@ -11,6 +11,7 @@ from ...kernels.cute import ptx
 from .cute_loads import produce
 from .cute_math import consume
 from .cute_outputs import clear_rows
+from .cute_pieces import produce_pieces
 from .cute_reduce import reduce_sequences
 from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of
@@ -69,10 +70,10 @@ class Kernel:
         barriers = shared + tile.places.barriers
         if thread == MATH_THREADS:
             readers = 4 if tile.alternate else MATH_THREADS // 32
-            scales = 64 if tile.token_scales else 0
+            keys, values = (2 + (64 if tile.token_scales else 0), 2) if tile.in_bulk else (64, 64)
             for i in cutlass.range_constexpr(tile.stages):
-                ptx.barrier_init(barriers + 8 * i, 2 + scales)
-                ptx.barrier_init(barriers + 8 * (tile.stages + i), 2)
+                ptx.barrier_init(barriers + 8 * i, keys)
+                ptx.barrier_init(barriers + 8 * (tile.stages + i), values)
                 ptx.barrier_init(barriers + 8 * (2 * tile.stages + i), readers)
                 ptx.barrier_init(barriers + 8 * (3 * tile.stages + i), readers)
             ptx.barrier_init_fence()
@@ -89,7 +90,8 @@ class Kernel:
             if cutlass.const_expr(tile.moves_registers):
                 cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if is_task:
-                produce(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
+                load = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
+                load(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
             # There are at least as many slots as sequences: each also clears the sequence of its number if empty.
             if slot < data.num_sequences:
                 _, partitions = partitions_of(data, slot)

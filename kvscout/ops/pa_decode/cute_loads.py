@@ -85,7 +85,9 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
         if cutlass.const_expr(tile.token_scales):
             if is_values == 0:
                 first_token = (work.first_step + i) * STEP + half * (STEP // 2)
-                _load_scales(tile, first_token, stage, half, lane, block_id, holder_bits, shared, data, work)
+                load_scales(
+                    tile, first_token, stage, half, lane, block_id, page_bits, holder_bits, shared, data, work
+                )  # fmt: skip
                 ptx.barrier_arrive_after_copies(full + 8 * stage)
         i = i + 1
         of_warp = of_warp + pages_of_step
@@ -100,20 +102,17 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
 
 
 @cute.jit
-def _load_scales(
-    tile: cutlass.Constexpr[Tile], first_token, stage, half, lane, block_id, holder_bits, shared, data, work
+def load_scales(
+    tile: cutlass.Constexpr[Tile], first_token, stage, half, lane, block_id, page_bits, holder_bits, shared, data, work
 ):  # fmt: skip
     """Start copying the scales of 64 tokens, two a lane; zeros for tokens that no row sees."""
-    page = tile.page
     for i in cutlass.range_constexpr(2):
         in_half = i * 32 + lane
         token = first_token + in_half
         # The lane that looked up the token's page.
-        holder = Int32(0)
-        if cutlass.const_expr(page < STEP):
-            holder = (in_half >> (page.bit_length() - 1)) << holder_bits
+        holder = (in_half >> page_bits) << holder_bits
         its_block = Int64(ptx.from_lane(block_id, holder))
-        in_page = Int64(token & (page - 1))
+        in_page = Int64(token & ((Int32(1) << page_bits) - 1))
         valid = Int32(0)
         if token >= work.lowest and token < work.highest:
             valid = Int32(1)

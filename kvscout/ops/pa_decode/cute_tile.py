@@ -13,6 +13,10 @@ each page make eight of the 64 rows.
   the h-th product. Queries and probabilities are sums of two e4m3 numbers, side by side: 2 ``rows`` columns.
 * 16-bit: each warpgroup takes every step, and of it the tokens ``16 g + 8 w + i``, w being its number.
 
+Caches of other layouts are copied in pieces of 16 bytes, whatever their pages, to what chunked caches with pages of 128
+would make. Values that lie token by token stay so, as 16-bit operands may: their core matrices are eight tokens of
+eight elements, at the places of keys.
+
 A thread holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered ``c = 2 j + e``.
 """
 
@@ -34,6 +38,8 @@ REDUCE_THREADS = 128
 REDUCE_FEW = 8
 """Partial results that a warp of the merge adds up by itself."""
 E4M3 = "e4m3"
+CHUNKED, PLAIN_V, TOKEN_MAJOR = "chunked", "plain_v", "token_major"
+"""Layouts of a cache; the last is nhd and hnd, which differ in strides."""
 
 
 class Places(NamedTuple):
@@ -62,12 +68,13 @@ class Tile:
 
     Attributes:
         cache: "e4m3", "bf16" or "fp16".
-        page: tokens per page.
+        page: tokens per page; 128 where the cache is not chunked, whatever it has.
         rows: query rows of a thread block; a multiple of 16.
         stages: steps that the rings hold.
         blocks: thread blocks that share a multiprocessor.
         token_scales: whether keys or values have a scale per token.
         dim: D, elements of a head.
+        layout: how the cache lies.
     """
 
     cache: str
@@ -77,18 +84,33 @@ class Tile:
     blocks: int = 1
     token_scales: bool = False
     dim: int = 128
+    layout: str = CHUNKED
 
     def __post_init__(self) -> None:
         # A warpgroup that met a stage only every other phase would take one parity for the other.
-        if self.rows % 16 or STEP % self.page or (self.is_e4m3 and self.stages % WARPGROUPS):
+        mixed_up = self.is_e4m3 and self.stages % WARPGROUPS != 0
+        # Only 16-bit operands may be other than K-major.
+        turned = self.is_e4m3 and self.layout == TOKEN_MAJOR
+        if self.rows % 16 or STEP % self.page or mixed_up or turned or not (self.in_bulk or self.page == STEP):
             raise ValueError(f"no kernel for {self}")
 
     @property
     def name(self) -> str:
         """Unique, and a legal symbol."""
         scales = "_token_scales" if self.token_scales else ""
-        shape = f"{self.cache}_d{self.dim}_page{self.page}_rows{self.rows}"
+        pages = f"page{self.page}" if self.in_bulk else self.layout
+        shape = f"{self.cache}_d{self.dim}_{pages}_rows{self.rows}"
         return f"pa_decode_{shape}_stages{self.stages}x{self.blocks}{scales}"
+
+    @property
+    def in_bulk(self) -> bool:
+        """Whether pages are copied in bulk, else in pieces of 16 bytes."""
+        return self.layout == CHUNKED
+
+    @property
+    def are_values_turned(self) -> bool:
+        """Whether values lie token by token, else with tokens side by side."""
+        return self.layout == TOKEN_MAJOR
 
     @property
     def is_e4m3(self) -> bool:
@@ -142,8 +164,8 @@ class Tile:
 
     @property
     def chains(self) -> int:
-        """Products of 64 rows in flight: two, unless their accumulators are too many."""
-        return 2 if self.columns <= 64 else 1
+        """Products of 64 rows in flight: two, unless their accumulators and the outputs are too many."""
+        return 2 if self.columns <= 64 and self.columns * self.dim <= 64 * 128 else 1
 
     @property
     def kind(self) -> str:
@@ -197,8 +219,20 @@ class Tile:
 
     @property
     def value_leading(self) -> int:
-        """Bytes from a warpgroup's piece of values to its next."""
+        """Bytes from a warpgroup's 16 bytes of tokens, or its eight of them, to its next."""
+        if self.are_values_turned:
+            return 2 * CORE
         return self.dim * 16 * (1 if self.is_e4m3 else WARPGROUPS)
+
+    @property
+    def value_stride(self) -> int:
+        """Bytes from eight elements of values to the next eight."""
+        return self.key_leading if self.are_values_turned else CORE
+
+    @property
+    def value_parity(self) -> int:
+        """Bytes from where one warpgroup's values of a step begin to where the other's do."""
+        return CORE if self.are_values_turned else self.dim * 16
 
     @property
     def query_pitch(self) -> int:

@@ -57,7 +57,7 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     places = tile.places
     values = ptx.descriptor(shared + places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
     if cutlass.const_expr(not tile.alternate):
-        values = values + group * (tile.dim * 16 >> 4)
+        values = values + group * (tile.value_parity >> 4)
     stored = places.finer if finer else places.probabilities
     probabilities = ptx.descriptor(shared + stored + group * tile.probability_bytes, tile.query_pitch)
     high, low = (2.0**-10, 2.0**-16) if finer else (1.0, 2.0**-4)
@@ -65,11 +65,12 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     tokens = STEP if tile.alternate else STEP // WARPGROUPS
     own, per_product = tile.own_columns, tile.columns // 2
     chains = min(tile.chains, tile.dim // 64)
+    half = 64 // 8 * tile.value_stride
     for begin in cutlass.range_constexpr(0, tile.dim // 64, chains):
         found = ptx.multiply(
-            tile.kind, tile.columns, values + begin * (64 * 16 >> 4), probabilities, (CORE, CORE),
+            tile.kind, tile.columns, values + begin * (half >> 4), probabilities, (tile.value_stride, CORE),
             (pieces * tile.value_leading, pieces * tile.query_pitch), tokens // (pieces * tile.tokens_of_piece),
-            chains, 64 * 16,
+            chains, half, tile.are_values_turned,
         )  # fmt: skip
         for chain in cutlass.range_constexpr(chains):
             for k in cutlass.range_constexpr(2 * own):

@@ -26,16 +26,21 @@ from .... import fp8
 from ....device import DEFAULT_NUM_SMS
 from ....kernels.cute import runtime
 from ....kernels.cute.program import Program
-from ....paging import CHUNKED, PAGE_SIZES
+from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
-from ..cute_tile import REDUCE_FEW, REDUCE_THREADS, STEP, WARPGROUPS, Tile
+from ..cute_tile import REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
 
 CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+LAYOUTS = {CHUNKED: CHUNKED, PLAIN_V: PLAIN_V, NHD: TOKEN_MAJOR, HND: TOKEN_MAJOR}
 
 ROWS = {64: (16, 32), 128: (16, 32, 64), 256: (16, 32)}
 """Query rows that a thread block may take, by head dimension: the most are what outputs and scores leave registers for.
 """
+
+MOST_ROWS_OF_PIECES = 32
+"""The same where pages are not copied in bulk."""
 
 RING_BYTES = 64 << 10
 """Of the stages of keys, or of values, that hide the latency of memory."""
@@ -67,11 +72,13 @@ def _refuses(problem: Problem) -> str | None:
         return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
     if problem.cache_dtype not in (fp8.FN, problem.dtype):
         return f"caches of {problem.cache_dtype} need queries of the same dtype, not {problem.dtype}"
-    if problem.layout != CHUNKED:
-        return f"reads chunked caches only, these are {problem.layout}"
+    if problem.cache_dtype == fp8.FN and LAYOUTS[problem.layout] == TOKEN_MAJOR:
+        return f"reads e4m3 values with tokens side by side only (chunked, plain_v), these are {problem.layout}"
     if problem.head_dim not in ROWS:
         return f"serves head dimensions {', '.join(map(str, ROWS))}, this is {problem.head_dim}"
-    if not problem.whole_pages:
+    if problem.layout != CHUNKED and not problem.aligned:
+        return f"copies pieces of {ALIGNMENT} bytes, which must each lie on a boundary of as many"
+    if problem.layout == CHUNKED and not problem.whole_pages:
         return f"copies pages in bulk, which must each be one run of memory on a {ALIGNMENT}-byte boundary"
     if problem.tile % STEP:
         return f"needs a plan whose tiles are multiples of {STEP} tokens, these have {problem.tile}"
@@ -84,10 +91,12 @@ def _refuses(problem: Problem) -> str | None:
     return runtime.refusal(_program(problem, config))
 
 
-def _configs(cache: torch.dtype, dim: int, page: int, token_scales: bool) -> list[Config]:
+def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales: bool) -> list[Config]:
     """Every config: the fewest rows, alone on a multiprocessor and in pairs, then more rows."""
     stages = RING_BYTES // (STEP * dim * cache.itemsize)
     alone = [Config(rows, stages) for rows in ROWS[dim]]
+    if layout != CHUNKED:
+        return [config for config in alone if config.rows <= MOST_ROWS_OF_PIECES]
     # A pair's registers are just enough, but not for this.
     few_registers = dim == 128 and token_scales and page == STEP
     least_stages = WARPGROUPS if cache == fp8.FN else 1
@@ -96,7 +105,13 @@ def _configs(cache: torch.dtype, dim: int, page: int, token_scales: bool) -> lis
 
 
 def _space(problem: Problem) -> list[Config]:
-    return _configs(problem.cache_dtype, problem.head_dim, problem.page, _has_token_scales(problem))
+    layout, page = _as_copied(problem)
+    return _configs(problem.cache_dtype, problem.head_dim, layout, page, _has_token_scales(problem))
+
+
+def _as_copied(problem: Problem) -> tuple[str, int]:
+    """Layout and page of a kernel's tile."""
+    return LAYOUTS[problem.layout], problem.page if problem.layout == CHUNKED else STEP
 
 
 def _has_token_scales(problem: Problem) -> bool:
@@ -114,19 +129,23 @@ def _default_config(problem: Problem) -> Config:
 
 def _program(problem: Problem, config: Config) -> Program:
     cache, token_scales = CACHES[problem.cache_dtype], _has_token_scales(problem)
-    return _named(cache, problem.head_dim, problem.page, config, token_scales)
+    layout, page = _as_copied(problem)
+    return _named(cache, problem.head_dim, layout, page, config, token_scales)
 
 
-def _named(cache: str, dim: int, page: int, config: Config, token_scales: bool) -> Program:
-    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales, dim)
+def _named(cache: str, dim: int, layout: str, page: int, config: Config, token_scales: bool) -> Program:
+    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales, dim, layout)
     return Program(tile.name, "kvscout.ops.pa_decode.cute_launch:build", tile)
 
 
 def _programs() -> Iterator[Program]:
-    for (dtype, cache), dim, page in itertools.product(CACHES.items(), ROWS, PAGE_SIZES):
+    copied = [*((CHUNKED, page) for page in PAGE_SIZES), (PLAIN_V, STEP), (TOKEN_MAJOR, STEP)]
+    for (dtype, cache), dim, (layout, page) in itertools.product(CACHES.items(), ROWS, copied):
+        if dtype == fp8.FN and layout == TOKEN_MAJOR:
+            continue
         for token_scales in (False, True) if dtype == fp8.FN else (False,):
-            for config in _configs(dtype, dim, page, token_scales):
-                yield _named(cache, dim, page, config, token_scales)
+            for config in _configs(dtype, dim, layout, page, token_scales):
+                yield _named(cache, dim, layout, page, config, token_scales)
 
 
 def _load(problem: Problem, config: Config) -> None:
@@ -148,9 +167,10 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     keys, values = args.kv.keys, args.kv.values
     output_row, output_head, _ = output.stride()
     query_row, query_head, _ = query.stride()
-    key_block, key_head = keys.stride()[:2]
-    value_block, value_head = values.stride()[:2]
     size = keys.element_size()
+    key_block, key_head, key_token, key_chunk, _ = (size * stride for stride in keys.stride())
+    value_block, value_head, _, value_token, value_element = (size * stride for stride in values.stride())
+    is_token_major = LAYOUTS[problem.layout] == TOKEN_MAJOR
     reach = problem.window or INT32_MAX
     rows_of_merge, *merge = (1, 0, 0) if partials is None else _merge_grid(problem)
     data = (
@@ -158,13 +178,15 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         args.work_info.data_ptr(), args.reduce_info.data_ptr(), _address(args.key_scale), _address(args.value_scale),
         _address(sinks), _address(lse), out_address, stats_address,
         2 * output_row, 2 * output_head, 2 * query_row, 2 * query_head,
-        size * key_block, size * key_head, size * value_block, size * value_head,
+        key_block, key_head, key_token, ALIGNMENT if is_token_major else key_chunk,
+        value_block, value_head, value_token if is_token_major else value_element,
         4 * args.block_tables.stride(0), 0 if lse is None else 4 * lse.stride(0),
         *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
         problem.num_sequences, problem.capacity, problem.query_length, problem.group, problem.tile // STEP,
         reach, 1 if problem.causal else reach,
         int(problem.dtype == torch.float16), int(sinks is not None and sinks.dtype != torch.float32),
-        int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN), rows_of_merge, int(rows_first),
+        int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN),
+        problem.page.bit_length() - 1, rows_of_merge, int(rows_first),
         args.softmax_scale * args.key_factor, args.value_factor, 1 / problem.group,
     )  # fmt: skip
     grid = (row_blocks, problem.capacity) if rows_first else (problem.capacity, row_blocks)
