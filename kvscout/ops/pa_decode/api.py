@@ -47,9 +47,10 @@ class Problem:
     """What variants decide on.
 
     A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor; ``whole_pages`` and ``aligned``
-    are those of the caches (:class:`kvscout.paging.Pages`). ``max_partitions`` is 1 where no sequence of the call can be
-    split, whatever the plan. ``merge_in_tile`` lets a variant's tile kernel merge partial results itself; else a second
-    kernel must. With ``batch_invariant`` no choice that changes bits may look at ``num_sequences`` or ``capacity``.
+    are those of the caches (:class:`kvscout.paging.Pages`). ``max_partitions`` is 1 where no sequence of the call can
+    be split, whatever the plan. ``merge_in_tile`` lets a variant's tile kernel merge partial results itself; else a
+    second kernel must. With ``batch_invariant`` no choice that changes bits may look at ``num_sequences`` or
+    ``capacity``.
     """
 
     arch: str

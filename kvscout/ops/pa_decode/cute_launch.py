@@ -16,10 +16,6 @@ from .cute_reduce import reduce_sequences
 from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of
 
-# Registers of a thread, where the even share is too few for those that multiply.
-MATH_REGISTERS = 232
-LOAD_REGISTERS = 40
-
 # Blocks of the merge that a multiprocessor has room for.
 REDUCE_BLOCKS = 4
 
@@ -88,7 +84,7 @@ class Kernel:
         is_task = first_tile < end_tile
         if warp >= MATH_THREADS // 32:
             if cutlass.const_expr(tile.moves_registers):
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+                cute.arch.setmaxregister_decrease(tile.registers[1])
             if is_task:
                 load = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
                 load(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
@@ -99,7 +95,7 @@ class Kernel:
                     clear_rows(tile, thread - MATH_THREADS, slot, kv_head, first_row, data)
         else:
             if cutlass.const_expr(tile.moves_registers):
-                cute.arch.setmaxregister_increase(MATH_REGISTERS)
+                cute.arch.setmaxregister_increase(tile.registers[0])
             if is_task:
                 consume(tile, thread, warp, lane, shared, data, work)
 

@@ -163,9 +163,14 @@ class Tile:
         return self.rows > 32 or self.rows * self.dim > 32 * 128
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Those of a multiplying and of a loading thread then: no more than all threads are started with, 168 each."""
+        return (240, 24) if self.rows > 32 else (232, 40)
+
+    @property
     def chains(self) -> int:
-        """Products of 64 rows in flight: two, unless their accumulators and the outputs are too many."""
-        return 2 if self.columns <= 64 and self.columns * self.dim <= 64 * 128 else 1
+        """Products of 64 rows in flight: two, unless their accumulators are too many."""
+        return 2 if self.columns <= 64 else 1
 
     @property
     def kind(self) -> str:

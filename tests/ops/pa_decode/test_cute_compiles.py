@@ -1,4 +1,4 @@
-"""What ptxas makes of every kernel of ``cute_wgmma``, on a machine that need not have a GPU.
+"""What ptxas makes of kernels of ``cute_wgmma``, on a machine that need not have a GPU.
 
 Numbers and order of instructions; whether they compute the right thing is for the cases to say.
 """
@@ -17,7 +17,15 @@ pytestmark = [
     pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
 ]
 
-# The kernels of one element type, in one process: importing CuTe DSL takes seconds. The opcodes of a kernel tell its
+
+def is_compiled(tile):
+    """Not all of them, for the sake of time: chunked pages of D 64 and 256 and float16 differ little from others."""
+    if tile.dim == 128 and tile.in_bulk:
+        return True
+    return tile.cache != "fp16" and (tile.page == 32 or not tile.in_bulk)
+
+
+# Kernels of one element type, in one process: importing CuTe DSL takes seconds. The opcodes of a kernel tell its
 # instructions in their order.
 COMPILE = """
 import json, re, sys
@@ -26,7 +34,7 @@ from kvscout.testing.compiled_cute import compile_program
 
 found = {}
 for program in VARIANT.programs():
-    if program.spec.cache == sys.argv[1]:
+    if program.name in sys.argv[1:]:
         made = compile_program(program)
         kernels = {}
         for kernel in made.kernels:
@@ -64,9 +72,10 @@ class Made:
     scope="module", params=[pytest.param(c, marks=pytest.mark.xdist_group(f"cute_{c}")) for c in CACHES.values()]
 )
 def programs(request, run_python):
-    found = json.loads(run_python("-c", COMPILE, request.param, timeout=900).stdout)
     tiles = {program.name: program.spec for program in VARIANT.programs()}
-    assert set(found) == {name for name, tile in tiles.items() if tile.cache == request.param}
+    tiles = {name: tile for name, tile in tiles.items() if tile.cache == request.param and is_compiled(tile)}
+    found = json.loads(run_python("-c", COMPILE, *tiles, timeout=900).stdout)
+    assert set(found) == set(tiles)
     return [
         Made(tiles[name], row["spills"], row["warnings"], **{role: Kernel(**k) for role, k in row["kernels"].items()})
         for name, row in found.items()
@@ -97,10 +106,12 @@ def test_products_are_as_many_matrix_instructions_as_they_need(programs):
 def test_pages_and_partial_results_are_copied_in_bulk(programs):
     for made in programs:
         # One loop for keys and values; the compiler may write it twice.
-        assert made.decode.places("UBLKCP"), made.tile.name
+        assert bool(made.decode.places("UBLKCP")) == made.tile.in_bulk, made.tile.name
+        pieces = [place for place in made.decode.places("LDGSTS") if ".BYPASS.128" in made.decode.opcodes[place]]
+        assert bool(pieces) == (not made.tile.in_bulk), made.tile.name
         # A row's first partial results, and those of a later part.
         assert len(made.reduce.places("UBLKCP")) == 2, made.tile.name
-        assert bool(made.decode.places("LDGSTS")) == made.tile.token_scales, made.tile.name
+        assert bool(set(made.decode.places("LDGSTS")) - set(pieces)) == made.tile.token_scales, made.tile.name
 
 
 def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(programs):

@@ -1,53 +1,21 @@
 """The arithmetic of ``cute_wgmma`` in integers, run as Python: which rows, tokens and steps are whose."""
 
-import builtins
 import itertools
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from kvscout.ops.pa_decode import cute_tile
-from kvscout.ops.pa_decode.cute_tile import STEP, Tile
+from kvscout.ops.pa_decode.cute_tile import STEP, THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import ROWS, VARIANT
 from kvscout.ops.pa_decode.variants.torch_reference import visible
-from tests.ops.mqa_logits.lanes import Int32, _Constexpr
+from tests.ops.mqa_logits.lanes import Int32
+from tests.ops.pa_decode.device import code_of
 
 MOST = 2**31 - 1
+REGISTERS = 65536
 TILES = [program.spec for program in VARIANT.programs()]
-
-
-def code_of(name):
-    """The functions of a file of device code, whose 32-bit integers raise where they overflow."""
-    cute, cutlass = ModuleType("cutlass.cute"), ModuleType("cutlass")
-    cute.jit = lambda function: function
-    vars(cutlass).update(
-        cute=cute,
-        Int32=Int32,
-        Int64=int,
-        Float32=np.float32,
-        Constexpr=_Constexpr,
-        min=lambda one, other: Int32(min(one, other)),
-        max=lambda one, other: Int32(max(one, other)),
-    )
-
-    def import_(module, *arguments):
-        if module.startswith("cutlass"):
-            return cutlass
-        if module.endswith("ptx"):
-            return SimpleNamespace(load=None)
-        return builtins.__import__(module, *arguments)
-
-    path = Path(cute_tile.__file__).with_name(f"{name}.py")
-    found = {
-        "__name__": f"kvscout.ops.pa_decode.{name}",
-        "__package__": "kvscout.ops.pa_decode",
-        "__builtins__": {**vars(builtins), "__import__": import_},
-    }
-    exec(compile(path.read_text(), str(path), "exec"), found)
-    return SimpleNamespace(**found)
 
 
 WORK = code_of("cute_work")
@@ -137,33 +105,18 @@ def test_shared_memory_holds_everything_apart_and_aligned(tile):
     assert places.size == places.barriers + 8 * 4 * tile.stages <= (228 << 10) // tile.blocks - 1024
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
-def test_descriptors_walk_the_operands_as_they_lie(tile):
-    """Where wgmma reads rows of 16 bytes, against where the copies put them."""
-    element = tile.element_bytes
-    x = 16 // element
-
-    def key_at(token, chunk):
-        page, in_page = divmod(token, tile.page)
-        if tile.by_chunk:
-            return chunk * tile.key_leading + page * tile.page * 16 + in_page * 16
-        return page * tile.page_bytes + (chunk * tile.page + in_page) * 16
-
-    for half, m, chunk in itertools.product(range(2), range(64), range(tile.chunks)):
-        token = 16 * (m // 8) + 8 * half + m % 8
-        at = half * cute_tile.CORE + m // 8 * tile.key_stride + chunk * tile.key_leading + m % 8 * 16
-        assert at == key_at(token, chunk)
-    # Values: pages one after the other, each [tokens / x, D, x].
-    parity = [0] if tile.alternate else [0, 1]
-    for group, piece, d in itertools.product(parity, range(STEP // 16), range(tile.dim)):
-        first = 16 * piece + (0 if tile.alternate else 8 * group)
-        page, in_page = divmod(first, tile.page)
-        lies_at = page * tile.page_bytes + (in_page // x * tile.dim + d) * 16
-        assert lies_at == group * tile.dim * 16 + piece * tile.value_leading + d * 16
-
-
-def test_a_ring_that_would_mix_up_phases_is_no_kernel():
-    for wrong in ({"stages": 3}, {"rows": 24}, {"page": 48}):
+def test_what_no_kernel_would_get_right_is_no_kernel():
+    turned = {"page": 128, "layout": "token_major"}
+    for wrong in ({"stages": 3}, {"rows": 24}, {"page": 48}, {"layout": "plain_v"}, turned):
         with pytest.raises(ValueError, match="no kernel"):
             Tile(**{"cache": "e4m3", "page": 16, "rows": 16, "stages": 4, **wrong})
     assert Tile("bf16", 16, 16, 3).name.isidentifier()
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_registers_that_move_are_there(tile):
+    """A warpgroup that asked for more than the block was started with would wait for ever."""
+    math, load = tile.registers
+    started = REGISTERS // THREADS // 8 * 8
+    assert 2 * math + load <= 3 * started
+    assert load <= started <= math

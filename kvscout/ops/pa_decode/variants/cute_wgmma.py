@@ -26,7 +26,7 @@ from .... import fp8
 from ....device import DEFAULT_NUM_SMS
 from ....kernels.cute import runtime
 from ....kernels.cute.program import Program
-from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V
+from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V, Pages
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
 from ..cute_tile import REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
@@ -94,11 +94,13 @@ def _refuses(problem: Problem) -> str | None:
 def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales: bool) -> list[Config]:
     """Every config: the fewest rows, alone on a multiprocessor and in pairs, then more rows."""
     stages = RING_BYTES // (STEP * dim * cache.itemsize)
-    alone = [Config(rows, stages) for rows in ROWS[dim]]
-    if layout != CHUNKED:
-        return [config for config in alone if config.rows <= MOST_ROWS_OF_PIECES]
+    most = max(ROWS[dim]) if layout == CHUNKED else MOST_ROWS_OF_PIECES
+    if cache == fp8.FN and dim == 256:
+        # Sums of two have twice the columns.
+        most = 16
+    alone = [Config(rows, stages) for rows in ROWS[dim] if rows <= most]
     # A pair's registers are just enough, but not for this.
-    few_registers = dim == 128 and token_scales and page == STEP
+    few_registers = layout == CHUNKED and dim == 128 and token_scales and page == STEP
     least_stages = WARPGROUPS if cache == fp8.FN else 1
     pairs = [] if few_registers or stages // 2 < least_stages else [Config(ROWS[dim][0], stages // 2, 2)]
     return [alone[0], *pairs, *alone[1:]]
@@ -167,10 +169,6 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     keys, values = args.kv.keys, args.kv.values
     output_row, output_head, _ = output.stride()
     query_row, query_head, _ = query.stride()
-    size = keys.element_size()
-    key_block, key_head, key_token, key_chunk, _ = (size * stride for stride in keys.stride())
-    value_block, value_head, _, value_token, value_element = (size * stride for stride in values.stride())
-    is_token_major = LAYOUTS[problem.layout] == TOKEN_MAJOR
     reach = problem.window or INT32_MAX
     rows_of_merge, *merge = (1, 0, 0) if partials is None else _merge_grid(problem)
     data = (
@@ -178,8 +176,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         args.work_info.data_ptr(), args.reduce_info.data_ptr(), _address(args.key_scale), _address(args.value_scale),
         _address(sinks), _address(lse), out_address, stats_address,
         2 * output_row, 2 * output_head, 2 * query_row, 2 * query_head,
-        key_block, key_head, key_token, ALIGNMENT if is_token_major else key_chunk,
-        value_block, value_head, value_token if is_token_major else value_element,
+        *_cache_strides(args.kv),
         4 * args.block_tables.stride(0), 0 if lse is None else 4 * lse.stride(0),
         *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
         problem.num_sequences, problem.capacity, problem.query_length, problem.group, problem.tile // STEP,
@@ -191,6 +188,16 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     )  # fmt: skip
     grid = (row_blocks, problem.capacity) if rows_first else (problem.capacity, row_blocks)
     _kernel(problem, config)(args.context_lengths, data, *grid, kv_heads, *merge)
+
+
+def _cache_strides(kv: Pages) -> tuple[int, int, int, int, int, int, int]:
+    """Strides in bytes: keys' by block, head, token and chunk, values' by block, head, and token or element."""
+    size = kv.keys.element_size()
+    key_block, key_head, key_token, key_chunk, _ = (size * stride for stride in kv.keys.stride())
+    value_block, value_head, _, value_token, value_element = (size * stride for stride in kv.values.stride())
+    is_token_major = LAYOUTS[kv.layout] == TOKEN_MAJOR
+    chunk, pitch = (ALIGNMENT, value_token) if is_token_major else (key_chunk, value_element)
+    return key_block, key_head, key_token, chunk, value_block, value_head, pitch
 
 
 def _merge_grid(problem: Problem) -> tuple[int, int, int]:
