@@ -162,13 +162,13 @@ def load_pair_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
     return ptx(text, (Float32, Float32), inputs)
 
 
-def load_or_zero(address: Any, valid: Any, count: int) -> Any:
-    """``count`` floats of global memory, read as a vector, or zeros where ``valid`` is 0."""
+def load_or_zero(address: Any, valid: Any, count: int, kind: Any = Float32) -> Any:
+    """``count`` 32-bit values of global memory, read as a vector, or zeros where ``valid`` is 0."""
     registers = [f"${i}" for i in range(count)]
-    zeros = " ".join(f"mov.b32 {register}, 0f00000000;" for register in registers)
-    vector = f"@p ld.global.v{count}.f32 {{{','.join(registers)}}}, [${count}];"
+    zeros = " ".join(f"mov.b32 {register}, 0;" for register in registers)
+    vector = f"@p ld.global.v{count}.b32 {{{','.join(registers)}}}, [${count}];"
     text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} {vector}}}"
-    return ptx(text, (Float32,) * count, [(Int64, address), (Int32, valid)])
+    return ptx(text, (kind,) * count, [(Int64, address), (Int32, valid)])
 
 
 def load_16(address: Any) -> Any:

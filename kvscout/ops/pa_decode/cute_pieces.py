@@ -4,6 +4,10 @@ Each piece gets the place that it has in a stage of chunked pages of 128. Two wa
 tokens of every step. Eight lanes of a copy write side by side, which takes all banks of shared memory once; what the
 32 lanes of it read is whole sectors. Zeros take the place of pieces that hold no token that a row sees, and of the last
 one's rest. No copy reads more than the sequence's own tokens.
+
+e4m3 values that lie token by token go through registers: a lane has 16 tokens of 8 or 16 elements, turns each four by
+four bytes, and stores 16 bytes of tokens of each element, in an order that is its own, so that eight lanes write to all
+banks.
 """
 
 import cutlass
@@ -36,7 +40,8 @@ def produce_pieces(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work
     phase = Int32(1)
     i = Int32(0)
     while i < work.steps:
-        if i >= tile.stages:
+        waits_later = is_values if cutlass.const_expr(tile.turns_values) else Int32(0)
+        if i >= tile.stages and waits_later == 0:
             ptx.barrier_wait(empty + 8 * stage, phase)
         at_stage = shared + stage * tile.stage_bytes
         if is_values == 0:
@@ -49,17 +54,28 @@ def produce_pieces(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work
                 load_scales(
                     tile, first_token, stage, half, lane, block_id, data.page_bits, 0, shared, data, work
                 )  # fmt: skip
+            ptx.barrier_arrive_after_copies(full + 8 * stage)
         else:
             source = data.values + Int64(work.kv_head) * data.value_head
             to = at_stage + tile.places.values
-            if cutlass.const_expr(tile.are_values_turned):
+            if cutlass.const_expr(tile.turns_values):
+                must_wait = Int32(0)
+                if i >= tile.stages:
+                    must_wait = Int32(1)
+                _turn_tokens(
+                    tile, first_token, half, lane, block_id, to, source, must_wait, empty + 8 * stage, phase, data, work
+                )  # fmt: skip
+                ptx.fence_async_shared()
+                ptx.barrier_arrive(full + 8 * stage)
+            elif cutlass.const_expr(tile.are_values_turned):
                 _copy_tokens(
                     tile, first_token, half, lane, block_id, to, source, data.value_block, data.value_pitch, Int64(16),
                     data, work,
                 )  # fmt: skip
+                ptx.barrier_arrive_after_copies(full + 8 * stage)
             else:
                 _copy_elements(tile, first_token, half, lane, block_id, to, source, data, work)
-        ptx.barrier_arrive_after_copies(full + 8 * stage)
+                ptx.barrier_arrive_after_copies(full + 8 * stage)
         i = i + 1
         first_token = first_token + STEP
         block_id = _block_of(first_token, lane, first_page, end_page, table, work.steps - i, data)
@@ -121,3 +137,43 @@ def _copy_elements(tile: cutlass.Constexpr[Tile], first_token, half, lane, block
                 ptx.copy_16(lies_at + e * CORE, at + e * 8 * data.value_pitch, size)
             lies_at = lies_at + 8 * CORE
             at = at + 64 * data.value_pitch
+
+
+@cute.jit
+def _turn_tokens(
+    tile: cutlass.Constexpr[Tile], first_token, half, lane, block_id, to, source, must_wait, empty, phase, data, work
+):  # fmt: skip
+    """Load 64 tokens' e4m3 values, and store them with tokens side by side once the stage is empty."""
+    group, place = lane >> 3, lane & 7
+    # Of a token: the four groups' lanes read all elements in one or more passes.
+    words = min(4, tile.dim // 32)
+    elements = 4 * words
+    token = first_token + group * 16
+    its_block = Int64(ptx.from_lane(block_id, (group * 16) >> data.page_bits))
+    in_page = Int64(token & ((Int32(1) << data.page_bits) - 1))
+    at = source + its_block * data.value_block + in_page * data.value_pitch + Int64(place * elements)
+    # The k-th element that a lane stores is ``k ^ place``: bits 0 and 1 by its choice of bytes, bit 2 by that of words.
+    x = place & 3
+    picked = [(x ^ k) * 0x11 + ((x ^ k ^ 1) * 0x11 << 8) + 0x4040 for k in (0, 2)]
+    lies_at = to + ((half * (HALF // 16) + group) * tile.dim + place * elements + place) * 16
+    for done in cutlass.range(0, tile.dim, 8 * elements, unroll=1):
+        found = []
+        for i in cutlass.range_constexpr(16):
+            is_seen = Int32(0)
+            if token + i >= work.lowest and token + i < work.highest:
+                is_seen = Int32(1)
+            of_token = ptx.load_or_zero(at + (i * data.value_pitch + Int64(done)), is_seen, words, Int32)
+            odd = place >> 2
+            found.append([ptx.select(odd, of_token[q ^ 1], of_token[q], Int32) for q in range(words)])
+        if must_wait != 0 and done == 0:
+            ptx.barrier_wait(empty, phase)
+        for q in cutlass.range_constexpr(words):
+            stored = [[], [], [], []]
+            for i in cutlass.range_constexpr(0, 16, 4):
+                for pair in cutlass.range_constexpr(2):
+                    first = ptx.permute_bytes(found[i][q], found[i + 1][q], picked[pair])
+                    second = ptx.permute_bytes(found[i + 2][q], found[i + 3][q], picked[pair])
+                    stored[2 * pair].append(ptx.permute_bytes(first, second, 0x5410))
+                    stored[2 * pair + 1].append(ptx.permute_bytes(first, second, 0x7632))
+            for k in cutlass.range_constexpr(4):
+                ptx.shared_store((lies_at ^ ((4 * q + k) * 16)) + done * 16, stored[k])

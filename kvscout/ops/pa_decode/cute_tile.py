@@ -14,8 +14,8 @@ each page make eight of the 64 rows.
 * 16-bit: each warpgroup takes every step, and of it the tokens ``16 g + 8 w + i``, w being its number.
 
 Caches of other layouts are copied in pieces of 16 bytes, whatever their pages, to what chunked caches with pages of 128
-would make. Values that lie token by token stay so, as 16-bit operands may: their core matrices are eight tokens of
-eight elements, at the places of keys.
+would make. Values that lie token by token stay so if they have 16 bits, as such operands may: their core matrices are
+eight tokens of eight elements, at the places of keys. Those of e4m3 are transposed on the way.
 
 A thread holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered ``c = 2 j + e``.
 """
@@ -89,9 +89,7 @@ class Tile:
     def __post_init__(self) -> None:
         # A warpgroup that met a stage only every other phase would take one parity for the other.
         mixed_up = self.is_e4m3 and self.stages % WARPGROUPS != 0
-        # Only 16-bit operands may be other than K-major.
-        turned = self.is_e4m3 and self.layout == TOKEN_MAJOR
-        if self.rows % 16 or STEP % self.page or mixed_up or turned or not (self.in_bulk or self.page == STEP):
+        if self.rows % 16 or STEP % self.page or mixed_up or not (self.in_bulk or self.page == STEP):
             raise ValueError(f"no kernel for {self}")
 
     @property
@@ -108,9 +106,14 @@ class Tile:
         return self.layout == CHUNKED
 
     @property
+    def turns_values(self) -> bool:
+        """Whether values, which lie token by token, are transposed on the way: only 16-bit operands may lie so."""
+        return self.layout == TOKEN_MAJOR and self.is_e4m3
+
+    @property
     def are_values_turned(self) -> bool:
-        """Whether values lie token by token, else with tokens side by side."""
-        return self.layout == TOKEN_MAJOR
+        """Whether values lie token by token in shared memory too, else with tokens side by side."""
+        return self.layout == TOKEN_MAJOR and not self.is_e4m3
 
     @property
     def is_e4m3(self) -> bool:

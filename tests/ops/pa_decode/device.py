@@ -98,7 +98,8 @@ class Memory:
 
     Attributes:
         shared: the bytes of shared memory.
-        copies: for each warp, lists of (shared address, global address, bytes) of each of its lanes, in order.
+        copies: for each warp and lane, (shared address, global address, bytes) of what it copied, in order.
+        stores: for each warp and lane, where it stored in shared memory.
         products: for each matrix instruction, the bytes of its operand A: ``[64, bytes]``.
     """
 
@@ -106,7 +107,7 @@ class Memory:
         self.shared = np.full(size, NAN, np.uint8)
         # Far apart, so that no address of one is an address of another.
         self.arrays = {(i + 1) << 44: array.reshape(-1).view(np.uint8) for i, array in enumerate(arrays)}
-        self.copies, self.products = {}, []
+        self.copies, self.stores, self.products = {}, {}, []
         self.expected, self.arrived = {}, {}
 
     def address(self, i):
@@ -134,7 +135,7 @@ class Memory:
     def _expect(self, barrier, size):
         self.expected[barrier] = self.expected.get(barrier, 0) + size
 
-    def _after_copies(self, barrier):
+    def _arrive(self, barrier):
         self.expected[barrier] = self.expected.get(barrier, 0) + 1
         self.arrived[barrier] = self.arrived.get(barrier, 0) + 1
 
@@ -143,7 +144,14 @@ class Memory:
         found = [kind(word) for word in words]
         return found[0] if count == 1 else found
 
+    def _load_or_zero(self, address, valid, count, kind):
+        words = self.read(address, 4 * count).view(np.int32) if valid else [0] * count
+        return [kind(word) for word in words]
+
     def _shared_store(self, address, values, kind=Int32):
+        if hasattr(lanes._lane, "thread"):
+            thread = lanes._lane.thread
+            self.stores.setdefault((thread // 32, thread % 32), []).append(int(address))
         self.shared[address : address + 4 * len(values)] = np.array(values, np.int32).view(np.uint8)
 
     @property
@@ -156,12 +164,17 @@ class Memory:
             load=lambda address: Int32(self.read(address, 4).view(np.int32)[0]),
             shared_load=self._shared_load,
             shared_store=self._shared_store,
+            load_or_zero=self._load_or_zero,
+            permute_bytes=_permute_bytes,
+            select=lambda flag, x, y, kind=np.float32: x if flag else y,
             low_bits=lambda word, count: Int32(np.uint32(int(word) & ((1 << int(count)) - 1)).view(np.int32)),
             copy_16=lambda shared, source, size: self.copy(shared, source, size, 16),
             copy_4=lambda shared, source, valid: self.copy(shared, source, 4 * valid, 4),
             bulk_load=self._bulk,
             barrier_expect=self._expect,
-            barrier_arrive_after_copies=self._after_copies,
+            barrier_arrive=self._arrive,
+            barrier_arrive_after_copies=self._arrive,
+            fence_async_shared=lambda: None,
             barrier_wait=None,
             from_lane=lambda value, lane: lanes._warp(value)[lane],
             multiply_add=lambda x, y, z: x * y + z,
@@ -191,6 +204,12 @@ class Memory:
             turned = k16 and instruction.rpartition(",")[0].rpartition(",")[2].strip() == "1"
             self.products.append(_operand(self.shared, begin, leading, stride, turned))
         return [np.float32(0)] * len(outputs)
+
+
+def _permute_bytes(x, y, selector):
+    data = np.array([x, y], np.int32).view(np.uint8)
+    picked = np.array([data[int(selector) >> 4 * i & 7] for i in range(4)], np.uint8)
+    return Int32(picked.view(np.int32)[0])
 
 
 def _operand(shared, begin, leading, stride, turned):

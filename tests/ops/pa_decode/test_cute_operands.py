@@ -125,9 +125,14 @@ def check_copies(loaded):
     if tile.in_bulk:
         return
     pieces = [
-        [[copy for copy in memory.copies[warp, lane] if copy[0] < places.queries] for lane in range(32)]
+        [[copy for copy in memory.copies.get((warp, lane), []) if copy[0] < places.queries] for lane in range(32)]
         for warp in range(4)
     ]
+    stores = [[memory.stores.get((warp, lane), []) for lane in range(32)] for warp in range(4)]
+    assert any(any(of_warp) for of_warp in stores) == tile.turns_values
+    for at_once in itertools.chain(*(zip(*of_warp, strict=True) for of_warp in stores)):
+        for quarter in range(0, 32, 8):
+            assert len({shared // 16 % 8 for shared in at_once[quarter : quarter + 8]}) == 8
     for of_warp in pieces:
         for at_once in zip(*of_warp, strict=True):
             for quarter in range(0, 32, 8):
