@@ -33,21 +33,51 @@ def _unchecked(name):
     return lambda self, other: Int64(operation(self, int(other)))
 
 
+class Float32(np.float32):
+    """A float of 32 bits; results of arithmetic are numpy's."""
+
+    inf = np.float32("inf")
+
+
+class Registers(list):
+    """A thread's array."""
+
+    def __init__(self, shape, kind):
+        super().__init__([kind(0)] * shape[0])
+
+    def fill(self, value):
+        self[:] = [value] * len(self)
+
+
 for _name in ("add", "sub", "mul"):
     setattr(Int64, f"__{_name}__", _unchecked(f"__{_name}__"))
     setattr(Int64, f"__r{_name}__", _unchecked(f"__r{_name}__"))
+
+
+def _meet(*barrier):
+    lanes._lane.block.exchange(lanes._lane.thread, None)
+
+
+def _exchange(value, distance, kind=Float32):
+    return lanes._warp(value)[(lanes._lane.thread & 31) ^ distance]
 
 
 def code_of(name, ptx=None):
     """The functions of a file of device code of ``pa_decode``; instructions are attributes of ``ptx``."""
     cute, cutlass = ModuleType("cutlass.cute"), ModuleType("cutlass")
     cute.jit = lambda function: function
-    cute.arch = SimpleNamespace(sync_warp=lambda: None)
+    cute.make_rmem_tensor = Registers
+    cute.arch = SimpleNamespace(
+        sync_warp=lambda: None,
+        sync_threads=_meet,
+        griddepcontrol_wait=lambda: None,
+        griddepcontrol_launch_dependents=lambda: None,
+    )
     vars(cutlass).update(
         cute=cute,
         Int32=Int32,
         Int64=Int64,
-        Float32=np.float32,
+        Float32=Float32,
         Constexpr=_Constexpr,
         const_expr=lambda value: value,
         range=lambda *bounds, unroll=1: (Int32(i) for i in range(*map(int, bounds))),
@@ -140,19 +170,24 @@ class Memory:
         self.arrived[barrier] = self.arrived.get(barrier, 0) + 1
 
     def _shared_load(self, address, kind=Int32, count=1):
-        words = self.shared[address : address + 4 * count].view(np.int32)
-        found = [kind(word) for word in words]
+        found = [kind(word) for word in self.shared[address : address + 4 * count].view(_dtype(kind))]
         return found[0] if count == 1 else found
 
-    def _load_or_zero(self, address, valid, count, kind):
-        words = self.read(address, 4 * count).view(np.int32) if valid else [0] * count
-        return [kind(word) for word in words]
+    def _load(self, address, kind=Int32, count=1):
+        found = [kind(word) for word in self.read(address, 4 * count).view(_dtype(kind))]
+        return found[0] if count == 1 else found
+
+    def _load_or_zero(self, address, valid, count, kind=Float32):
+        return self._load(address, kind, count) if valid else [kind(0)] * count
+
+    def _store(self, address, values, kind=Float32, hint=""):
+        self.read(address, 4 * len(values))[:] = np.array(values, _dtype(kind)).view(np.uint8)
 
     def _shared_store(self, address, values, kind=Int32):
         if hasattr(lanes._lane, "thread"):
             thread = lanes._lane.thread
             self.stores.setdefault((thread // 32, thread % 32), []).append(int(address))
-        self.shared[address : address + 4 * len(values)] = np.array(values, np.int32).view(np.uint8)
+        self.shared[address : address + 4 * len(values)] = np.array(values, _dtype(kind)).view(np.uint8)
 
     @property
     def ptx(self):
@@ -161,12 +196,22 @@ class Memory:
         code = SimpleNamespace(
             SHARED_ADDRESS=text_of["SHARED_ADDRESS"],
             descriptor=text_of["descriptor"],
-            load=lambda address: Int32(self.read(address, 4).view(np.int32)[0]),
+            load=self._load,
+            store=self._store,
+            load_pair_or=lambda address, valid, other: self._load(address, Float32, 2) if valid else other,
+            sync=_meet,
+            exchange=_exchange,
+            maximum=max,
+            exp2=np.exp2,
+            log2=np.log2,
+            reciprocal=lambda x: Float32(1) / x,
+            pack_float16=lambda low, high: Int32(np.array([low, high], np.float16).view(np.int32)[0]),
+            pack_bfloat16=lambda low, high: None,
             shared_load=self._shared_load,
             shared_store=self._shared_store,
             load_or_zero=self._load_or_zero,
             permute_bytes=_permute_bytes,
-            select=lambda flag, x, y, kind=np.float32: x if flag else y,
+            select=lambda flag, x, y, kind=Float32: x if flag else y,
             low_bits=lambda word, count: Int32(np.uint32(int(word) & ((1 << int(count)) - 1)).view(np.int32)),
             copy_16=lambda shared, source, size: self.copy(shared, source, size, 16),
             copy_4=lambda shared, source, valid: self.copy(shared, source, 4 * valid, 4),
@@ -176,7 +221,7 @@ class Memory:
             barrier_arrive_after_copies=self._arrive,
             fence_async_shared=lambda: None,
             barrier_wait=None,
-            from_lane=lambda value, lane: lanes._warp(value)[lane],
+            from_lane=lambda value, lane, kind=Int32: lanes._warp(value)[lane],
             multiply_add=lambda x, y, z: x * y + z,
             multiply=lambda *arguments: self._multiply(*arguments),
         )
@@ -204,6 +249,10 @@ class Memory:
             turned = k16 and instruction.rpartition(",")[0].rpartition(",")[2].strip() == "1"
             self.products.append(_operand(self.shared, begin, leading, stride, turned))
         return [np.float32(0)] * len(outputs)
+
+
+def _dtype(kind):
+    return np.int32 if issubclass(kind, int) else np.float32
 
 
 def _permute_bytes(x, y, selector):
