@@ -1,10 +1,12 @@
 """Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 ones by sums of two, a second kernel merges.
 
-Wins: everywhere on Hopper that it serves, chunked caches of D 128.
+Wins: everywhere on Hopper with chunked caches of D 128. It serves D 64 and 256, and other layouts copied in pieces of
+16 bytes, by name alone: those have not been run on a GPU yet.
 Limit: probabilities beside e4m3 values have 8 bits, and none below 2^-22 of the largest of their 128 tokens of half of
 a task. e4m3 products are added up with 14 bits: errors of up to 8e-4 in logits and lse. Small
 batches wait for a chain of latencies (plan, page ids, first tile, merge), large ones for memory. More than 64 query
-rows per KV head read the cache again for every 64. No context may come within 1024 tokens of 2^31.
+rows per KV head read the cache again for every 64, 32 of other layouts and of D 64 and 256, 16 of e4m3 with D 256. No
+context may come within 1024 tokens of 2^31.
 Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16), plans of 132 slots: 1 x 8k
 tokens 5.7 (6.5), 4 x 8k 6.4 (7.0), 8 x 8k 7.4 (8.6), 32 x 8k 21.9 (36.4), 4 x 32k 9.4 (21.1), 3 x 220k 44.8 (81.1); 4
 query tokens, 3 x 8k 12.7 (11.8), 8 x 32k 34.8 (41.8); 64 rows of 2048 tokens in pages of 16, 11.2 (14.7). Plans of 264
@@ -87,6 +89,11 @@ def _refuses(problem: Problem) -> str | None:
     if rows > config.rows and problem.capacity > MAX_GRID:
         return f"with more than {config.rows} query rows per KV head, a launch has no room for {problem.capacity} tasks"
     return runtime.refusal(_program(problem, config))
+
+
+def _rank(problem: Problem) -> int:
+    """No choice of "auto"'s where nothing has been measured."""
+    return 150 if (problem.layout, problem.head_dim) == (CHUNKED, 128) else 0
 
 
 def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales: bool) -> list[Config]:
@@ -236,7 +243,7 @@ VARIANT = Variant(
     refuses=_refuses,
     space=_space,
     records_grad=False,
-    rank=lambda problem: 150,
+    rank=_rank,
     lacks=lambda: runtime.unavailable(_programs()),
     load=_load,
     programs=_programs,
