@@ -4,6 +4,9 @@ Partial results are added up in float32 in one order, whoever adds them: four ch
 the chains. A warp merges a row of few partitions by itself; of many, each of a block's four warps takes a chain.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -169,7 +172,7 @@ def _load_part(tile: cutlass.Constexpr[Tile], data, at, k, count, lane):
     return part
 
 
-def _over_lanes(x, together):
+def _over_lanes(x: Any, together: Callable[[Any, Any], Any]) -> Any:
     """What all lanes' values make ``together``."""
     for distance in range(5):
         x = together(x, ptx.exchange(x, 1 << distance))

@@ -19,10 +19,10 @@ pytestmark = [
 
 
 def is_compiled(tile):
-    """Not all of them, for the sake of time: chunked pages of D 64 and 256 and float16 differ little from others."""
+    """Not all of them, for the sake of time: other pages of D 64 and 256, small pieces and float16 differ little."""
     if tile.dim == 128 and tile.in_bulk:
         return True
-    return tile.cache != "fp16" and (tile.page == 32 or not tile.in_bulk)
+    return tile.cache != "fp16" and (tile.page == 32 if tile.in_bulk else tile.dim > 64)
 
 
 # Kernels of one element type, in one process: importing CuTe DSL takes seconds. The opcodes of a kernel tell its
@@ -103,14 +103,12 @@ def test_products_are_as_many_matrix_instructions_as_they_need(programs):
         assert made.decode.places("HMMA", "IMMA") == [], tile.name
 
 
-def test_pages_and_partial_results_are_copied_in_bulk(programs):
+def test_pages_are_copied_in_bulk_or_in_pieces(programs):
     for made in programs:
         # One loop for keys and values; the compiler may write it twice.
         assert bool(made.decode.places("UBLKCP")) == made.tile.in_bulk, made.tile.name
         pieces = [place for place in made.decode.places("LDGSTS") if ".BYPASS.128" in made.decode.opcodes[place]]
         assert bool(pieces) == (not made.tile.in_bulk), made.tile.name
-        # A row's first partial results, and those of a later part.
-        assert len(made.reduce.places("UBLKCP")) == 2, made.tile.name
         assert bool(set(made.decode.places("LDGSTS")) - set(pieces)) == made.tile.token_scales, made.tile.name
 
 
@@ -127,7 +125,7 @@ def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(pro
         (trigger,) = made.decode.places("PREEXIT")
         assert trigger > max(made.decode.places("QGMMA", "HGMMA")), made.tile.name
         (trigger,) = made.reduce.places("PREEXIT")
-        assert trigger < made.reduce.places("UBLKCP")[0], made.tile.name
+        assert trigger < min(place for place in made.reduce.places("LDG") if place > wait), made.tile.name
 
 
 def test_nothing_divides(programs):
