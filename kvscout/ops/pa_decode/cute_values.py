@@ -17,13 +17,8 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
     # With few elements several threads share one, with many a thread has several.
     sharing = max(1, 128 // tile.dim)
     first_piece = thread // tile.dim
-    at = (
-        shared
-        + tile.places.values
-        + stage * tile.stage_bytes
-        + thread % tile.dim * 16
-        + first_piece * tile.value_leading
-    )
+    at = shared + tile.places.values + stage * tile.stage_bytes
+    at = at + thread % tile.dim * 16 + first_piece * tile.value_leading
     start = first_token + first_piece * 16
     if cutlass.const_expr(not tile.alternate):
         at = at + group * (tile.dim * 16)

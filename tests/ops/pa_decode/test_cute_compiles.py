@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvscout.kernels.cute import toolchain
-from kvscout.ops.pa_decode.cute_tile import THREADS, Tile
+from kvscout.ops.pa_decode.cute_tile import LOAD_THREADS, MATH_THREADS, THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import CACHES, VARIANT
 
 pytestmark = [
@@ -89,6 +89,10 @@ def test_nothing_spills_and_matrix_instructions_are_not_serialised(programs):
             assert kernel.stack == 0, made.tile.name
             assert kernel.places("LDL", "STL") == [], made.tile.name
         assert made.decode.registers * THREADS <= REGISTERS, made.tile.name
+        if made.tile.moves_registers:
+            # Warps that asked for more than there are would wait for ever.
+            math, load = made.tile.registers
+            assert MATH_THREADS * math + LOAD_THREADS * load <= made.decode.registers * THREADS, made.tile.name
         assert len(made.decode.places("USETMAXREG")) == 2 * made.tile.moves_registers, made.tile.name
 
 

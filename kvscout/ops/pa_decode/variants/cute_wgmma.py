@@ -3,10 +3,10 @@
 Wins: everywhere on Hopper with chunked caches of D 128. It serves D 64 and 256, and other layouts copied in pieces of
 16 bytes, by name alone: those have not been run on a GPU yet.
 Limit: probabilities beside e4m3 values have 8 bits, and none below 2^-22 of the largest of their 128 tokens of half of
-a task. e4m3 products are added up with 14 bits: errors of up to 8e-4 in logits and lse. Small
-batches wait for a chain of latencies (plan, page ids, first tile, merge), large ones for memory. More than 64 query
-rows per KV head read the cache again for every 64, 32 of other layouts and of D 64 and 256, 16 of e4m3 with D 256. No
-context may come within 1024 tokens of 2^31.
+a task. e4m3 products are added up with 14 bits: errors of up to 8e-4 in logits and lse. Small batches wait for a chain
+of latencies (plan, page ids, first tile, merge), large ones for memory. More than 64 query rows per KV head read the
+cache again for every 64 (32 of other layouts and of D 64 and 256, 16 of e4m3 with D 256). No context may come within
+1024 tokens of 2^31.
 Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16), plans of 132 slots: 1 x 8k
 tokens 5.7 (6.5), 4 x 8k 6.4 (7.0), 8 x 8k 7.4 (8.6), 32 x 8k 21.9 (36.4), 4 x 32k 9.4 (21.1), 3 x 220k 44.8 (81.1); 4
 query tokens, 3 x 8k 12.7 (11.8), 8 x 32k 34.8 (41.8); 64 rows of 2048 tokens in pages of 16, 11.2 (14.7). Plans of 264
@@ -38,14 +38,13 @@ CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAYOUTS = {CHUNKED: CHUNKED, PLAIN_V: PLAIN_V, NHD: TOKEN_MAJOR, HND: TOKEN_MAJOR}
 
 ROWS = {64: (16, 32), 128: (16, 32, 64), 256: (16, 32)}
-"""Query rows that a thread block may take, by head dimension: the most are what outputs and scores leave registers for.
-"""
+"""Query rows that a thread block may take, by head dimension. Outputs and scores of more would not fit registers."""
 
 MOST_ROWS_OF_PIECES = 32
-"""The same where pages are not copied in bulk."""
+"""The most of them where pages are not copied in bulk."""
 
 RING_BYTES = 64 << 10
-"""Of the stages of keys, or of values, that hide the latency of memory."""
+"""Bytes of keys, and of values, whose copies hide the latency of memory."""
 
 # The kernel divides rows by the group in float32, and CUDA counts a grid's second and third dimension in 16 bits.
 MAX_ROWS = 1 << 20
