@@ -101,7 +101,8 @@ def test_products_are_as_many_matrix_instructions_as_they_need(programs):
         tile = made.tile
         k, word = (32, "QGMMA") if tile.is_e4m3 else (16, "HGMMA")
         places = made.decode.places(word)
-        scores, outputs = tile.halves * (tile.dim // k), tile.dim // 64 * (tile.halves * 64 // k)
+        # Outputs of probabilities, and where they are e4m3 of their finer terms.
+        scores, outputs = tile.halves * (tile.dim // k), tile.dim // 64 * (tile.halves * 64 // k) * (1 + tile.is_e4m3)
         assert len(places) == scores + outputs, tile.name
         assert all(f"64x{tile.columns}x{k}" in made.decode.opcodes[place] for place in places), tile.name
         assert made.decode.places("HMMA", "IMMA") == [], tile.name
