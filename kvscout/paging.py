@@ -69,6 +69,18 @@ class Pages(NamedTuple):
         """Whether caches are chunked and each head's page is one run of memory that begins on a 16-byte boundary."""
         return self.layout == CHUNKED and _are_runs(self.keys, (3, 2, 4)) and _are_runs(self.values, (2, 4, 3))
 
+    @property
+    def aligned(self) -> bool:
+        """Whether all runs of 16 bytes, of a token's elements or of tokens side by side, lie on 16-byte boundaries."""
+        tokens_inside = self.layout in (CHUNKED, PLAIN_V)
+        return _is_aligned(self.keys, (0, 1, 2, 3)) and _is_aligned(self.values, (0, 1, 2, 4 if tokens_inside else 3))
+
+
+def _is_aligned(view: torch.Tensor, outer: Sequence[int]) -> bool:
+    """Whether a view, and each step along these dimensions, is on a 16-byte boundary."""
+    steps = (view.stride(dim) * view.element_size() for dim in outer if view.shape[dim] != 1)
+    return view.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
+
 
 def _are_runs(view: torch.Tensor, order: Sequence[int]) -> bool:
     """Whether pages ``[blocks, Hkv, ...]`` have no gaps, their dimensions lying in this order, and are aligned."""
@@ -78,8 +90,7 @@ def _are_runs(view: torch.Tensor, order: Sequence[int]) -> bool:
         if shape[dim] != 1 and strides[dim] != run:
             return False
         run *= shape[dim]
-    outer = (strides[dim] * view.element_size() for dim in (0, 1) if shape[dim] != 1)
-    return view.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in outer)
+    return _is_aligned(view, (0, 1))
 
 
 def pages(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, kv_layout: str = AUTO) -> Pages:

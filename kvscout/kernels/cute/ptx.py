@@ -77,7 +77,7 @@ def barrier_arrive(barrier: Any) -> None:
 
 
 def barrier_arrive_after_copies(barrier: Any) -> None:
-    """Arrive when all copies that this thread started with :func:`copy_4` are done."""
+    """Arrive when all copies that this thread started with :func:`copy_4` and :func:`copy_16` are done."""
     ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", (), [(Int32, barrier)])
 
 
@@ -131,6 +131,11 @@ def bulk_load(shared: Any, source: Any, size: Any, barrier: Any) -> None:
     )
 
 
+def copy_16(shared: Any, source: Any, size: Any) -> None:
+    """Start copying 16 bytes from global memory; zeros for those from ``size`` on."""
+    ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", (), [(Int32, shared), (Int64, source), (Int32, size)])
+
+
 def copy_4(shared: Any, source: Any, valid: Any) -> None:
     """Start copying 4 bytes from global memory, or a zero where ``valid`` is 0."""
     ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", (), [(Int32, shared), (Int64, source), (Int32, valid * 4)])
@@ -157,13 +162,13 @@ def load_pair_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
     return ptx(text, (Float32, Float32), inputs)
 
 
-def load_or_zero(address: Any, valid: Any, count: int) -> Any:
-    """``count`` floats of global memory, read as a vector, or zeros where ``valid`` is 0."""
+def load_or_zero(address: Any, valid: Any, count: int, kind: Any = Float32) -> Any:
+    """``count`` 32-bit values of global memory, read as a vector, or zeros where ``valid`` is 0."""
     registers = [f"${i}" for i in range(count)]
-    zeros = " ".join(f"mov.b32 {register}, 0f00000000;" for register in registers)
-    vector = f"@p ld.global.v{count}.f32 {{{','.join(registers)}}}, [${count}];"
+    zeros = " ".join(f"mov.b32 {register}, 0;" for register in registers)
+    vector = f"@p ld.global.v{count}.b32 {{{','.join(registers)}}}, [${count}];"
     text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} {vector}}}"
-    return ptx(text, (Float32,) * count, [(Int64, address), (Int32, valid)])
+    return ptx(text, (kind,) * count, [(Int64, address), (Int32, valid)])
 
 
 def load_16(address: Any) -> Any:
@@ -325,12 +330,13 @@ def descriptor(shared: Any, leading: int) -> Any:
 
 
 def multiply(
-    kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], chains: Sequence[Sequence[tuple[int, int]]]
+    kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], chains: Sequence[Sequence[tuple[int, int]]],
+    turned: bool = False,
 ) -> Any:  # fmt: skip
     """Start and finish sums of wgmma products, of 64 x ``columns`` each: their accumulators.
 
     All in one block of text whose accumulators are outputs only: none is live across it, so that ptxas has nothing to
-    serialise. Operands are K-major without swizzle.
+    serialise. Operands are K-major without swizzle, or A is MN-major.
 
     Args:
         kind: the end of the instruction's name, such as "k16.f32.bf16.bf16".
@@ -339,6 +345,7 @@ def multiply(
         b: low descriptor word of B.
         strides: bytes from 8 rows to the next 8 of A, and of B.
         chains: for each sum, the bytes from A and from B to those of each of its products.
+        turned: whether A, of 16-bit elements, is MN-major: its core matrices are eight of K, of 16 bytes of rows each.
     """
     per_chain = columns // 2
     at = len(chains) * per_chain
@@ -352,7 +359,7 @@ def multiply(
         "wgmma.fence.sync.aligned;",
     ]
     # Whether A and B are transposed, of which only 16-bit types have a choice, and A only in shared memory.
-    transposed = "" if "e4m3" in kind else ", 0" if in_registers else ", 0, 0"
+    transposed = "" if "e4m3" in kind else ", 0" if in_registers else f", {int(turned)}, 0"
     for chain, products in enumerate(chains):
         registers = ",".join(f"${chain * per_chain + i}" for i in range(per_chain))
         for step, (from_a, from_b) in enumerate(products):

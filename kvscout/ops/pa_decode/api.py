@@ -49,10 +49,11 @@ class PlanNumbers(NamedTuple):
 class Problem:
     """What variants decide on.
 
-    A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor; ``whole_pages`` is that of the
-    caches (:attr:`kvscout.paging.Pages.whole_pages`). ``max_partitions`` is 1 where no sequence of the call can be
-    split, whatever the plan. ``merge_in_tile`` lets a variant's tile kernel merge partial results itself; else a second
-    kernel must. With ``batch_invariant`` no choice that changes bits may look at ``num_sequences`` or ``capacity``.
+    A ``window`` of 0 is none; ``key_scale`` and ``value_scale`` name a kind of tensor; ``whole_pages`` and ``aligned``
+    are those of the caches (:class:`kvscout.paging.Pages`). ``max_partitions`` is 1 where no sequence of the call can
+    be split, whatever the plan. ``merge_in_tile`` lets a variant's tile kernel merge partial results itself; else a
+    second kernel must. With ``batch_invariant`` no choice that changes bits may look at ``num_sequences`` or
+    ``capacity``.
     """
 
     arch: str
@@ -77,6 +78,7 @@ class Problem:
     merge_in_tile: bool = True
     batch_invariant: bool = False
     whole_pages: bool = True
+    aligned: bool = True
 
     def bucket(self) -> tuning.Bucket | None:
         """What a tuned table tells apart: sizes by power of two, the rest as it is; sinks and lse do not count.
@@ -355,6 +357,7 @@ def check(call: Call, plan_scratch: Scratch | None = None) -> tuple[Problem, Arg
         merge_in_tile=env.pa_cluster_merge(),
         batch_invariant=plan.tiles_per_partition > 0,
         whole_pages=kv.whole_pages,
+        aligned=kv.aligned,
     )
     args = Args(
         output=output,

@@ -11,14 +11,11 @@ from ...kernels.cute import ptx
 from .cute_loads import produce
 from .cute_math import consume
 from .cute_outputs import clear_rows
+from .cute_pieces import produce_pieces
 from .cute_reduce import reduce_sequences
 from .cute_rows import consume_rows
 from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of
-
-# Registers of a thread, where the even share is too few for those that multiply.
-MATH_REGISTERS = 232
-LOAD_REGISTERS = 40
 
 # Blocks of the merge that a multiprocessor has room for.
 REDUCE_BLOCKS = 4
@@ -50,8 +47,9 @@ class Kernel:
         )  # fmt: skip
         if reduce_x > 0:
             self.reduce(data).launch(
-                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1), smem=16 * REDUCE_THREADS,
-                stream=stream, use_pdl=True, min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
+                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1),
+                smem=4 * tile.own_elements * REDUCE_THREADS, stream=stream, use_pdl=True,
+                min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
             )  # fmt: skip
 
     @cute.kernel
@@ -69,10 +67,10 @@ class Kernel:
         barriers = shared + tile.places.barriers
         if thread == MATH_THREADS:
             readers = 4 if tile.alternate else MATH_THREADS // 32
-            scales = 64 if tile.token_scales else 0
+            keys, values = (2 + (64 if tile.token_scales else 0), 2) if tile.in_bulk else (64, 64)
             for i in cutlass.range_constexpr(tile.stages):
-                ptx.barrier_init(barriers + 8 * i, 2 + scales)
-                ptx.barrier_init(barriers + 8 * (tile.stages + i), 2)
+                ptx.barrier_init(barriers + 8 * i, keys)
+                ptx.barrier_init(barriers + 8 * (tile.stages + i), values)
                 ptx.barrier_init(barriers + 8 * (2 * tile.stages + i), readers)
                 ptx.barrier_init(barriers + 8 * (3 * tile.stages + i), readers)
             ptx.barrier_init_fence()
@@ -87,9 +85,10 @@ class Kernel:
         is_task = first_tile < end_tile
         if warp >= MATH_THREADS // 32:
             if cutlass.const_expr(tile.moves_registers):
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+                cute.arch.setmaxregister_decrease(tile.registers[1])
             if is_task:
-                produce(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
+                load = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
+                load(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
             # There are at least as many slots as sequences: each also clears the sequence of its number if empty.
             if slot < data.num_sequences:
                 _, partitions = partitions_of(data, slot)
@@ -97,7 +96,7 @@ class Kernel:
                     clear_rows(tile, thread - MATH_THREADS, slot, kv_head, first_row, data)
         else:
             if cutlass.const_expr(tile.moves_registers):
-                cute.arch.setmaxregister_increase(MATH_REGISTERS)
+                cute.arch.setmaxregister_increase(tile.registers[0])
             if is_task:
                 if cutlass.const_expr(tile.by_rows):
                     consume_rows(tile, thread, warp, lane, shared, data, work)
@@ -113,7 +112,9 @@ class Kernel:
         shared = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
         # Blocks of the next call that share a multiprocessor would take the places of this kernel's: up to 25% slower.
         is_late = self.tile.blocks > 1
-        reduce_sequences(thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data, is_late)
+        reduce_sequences(
+            self.tile, thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data, is_late
+        )
 
 
 def build(tile: Tile) -> tuple[Kernel, tuple[Any, ...]]:

@@ -1,8 +1,8 @@
 """The four loading warps: they keep the rings of keys and values full with bulk copies of pages.
 
 Two warps load keys and two values, each 64 tokens of every step (of pages of 128: half of the head's chunks). A lane
-starts at most one copy a step. Pages that no row of the block sees a token of are neither looked up nor loaded: the
-multiplying warps clear or mask what then lies in their place.
+starts one copy a step at most, or two parts of one. Pages that no row of the block sees a token of are neither looked
+up nor loaded: the multiplying warps clear or mask what then lies in their place.
 """
 
 import cutlass
@@ -31,7 +31,8 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
     full = shared + places.barriers + is_values * (8 * tile.stages)
     empty = full + 16 * tile.stages
     # Which page of the warp's a lane copies from, and which part of it.
-    piece = Int32(min(tile.page_bytes, tile.stage_bytes // 2))
+    piece = Int32(min(tile.page_bytes, tile.stage_bytes // 2) // tile.copies)
+    next_source, next_target = piece, piece
     page_of_lane = lane
     holder_bits = Int32(0)
     in_page = Int32(0)
@@ -39,13 +40,14 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
         in_page = half * piece
         target = target + in_page
     else:
-        target = target + (half * pages_of_warp + lane) * piece
+        target = target + (half * pages_of_warp + lane) * (piece * tile.copies)
     if cutlass.const_expr(tile.by_chunk):
         if is_values == 0:
-            holder_bits = Int32(tile.chunks.bit_length() - 1)
+            holder_bits = Int32(tile.lanes_of_page.bit_length() - 1)
             page_of_lane = lane >> holder_bits
-            chunk = lane & (tile.chunks - 1)
+            chunk = lane & (tile.lanes_of_page - 1)
             piece = Int32(page * 16)
+            next_source, next_target = piece * tile.lanes_of_page, Int32(tile.key_leading * tile.lanes_of_page)
             in_page = chunk * piece
             target = shared + places.keys + (half * pages_of_warp + page_of_lane) * piece + chunk * tile.key_leading
     is_loading = page_of_lane < pages_of_warp
@@ -77,11 +79,15 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
         cute.arch.sync_warp()
         if is_live:
             at = source + Int64(block_id) * block + in_page
-            ptx.bulk_load(target + stage * tile.stage_bytes, at, piece, full + 8 * stage)
+            to = target + stage * tile.stage_bytes
+            for k in cutlass.range_constexpr(tile.copies):
+                ptx.bulk_load(to + k * next_target, at + k * next_source, piece, full + 8 * stage)
         if cutlass.const_expr(tile.token_scales):
             if is_values == 0:
                 first_token = (work.first_step + i) * STEP + half * (STEP // 2)
-                _load_scales(tile, first_token, stage, half, lane, block_id, holder_bits, shared, data, work)
+                load_scales(
+                    tile, first_token, stage, half, lane, block_id, page_bits, holder_bits, shared, data, work
+                )  # fmt: skip
                 ptx.barrier_arrive_after_copies(full + 8 * stage)
         i = i + 1
         of_warp = of_warp + pages_of_step
@@ -96,20 +102,17 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
 
 
 @cute.jit
-def _load_scales(
-    tile: cutlass.Constexpr[Tile], first_token, stage, half, lane, block_id, holder_bits, shared, data, work
+def load_scales(
+    tile: cutlass.Constexpr[Tile], first_token, stage, half, lane, block_id, page_bits, holder_bits, shared, data, work
 ):  # fmt: skip
     """Start copying the scales of 64 tokens, two a lane; zeros for tokens that no row sees."""
-    page = tile.page
     for i in cutlass.range_constexpr(2):
         in_half = i * 32 + lane
         token = first_token + in_half
         # The lane that looked up the token's page.
-        holder = Int32(0)
-        if cutlass.const_expr(page < STEP):
-            holder = (in_half >> (page.bit_length() - 1)) << holder_bits
+        holder = (in_half >> page_bits) << holder_bits
         its_block = Int64(ptx.from_lane(block_id, holder))
-        in_page = Int64(token & (page - 1))
+        in_page = Int64(token & ((Int32(1) << page_bits) - 1))
         valid = Int32(0)
         if token >= work.lowest and token < work.highest:
             valid = Int32(1)

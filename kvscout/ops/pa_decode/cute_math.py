@@ -47,7 +47,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     for j in cutlass.range_constexpr(tile.rows // 8):
         pair = ptx.shared_load(shared + places.row_scales + (8 * j + 2 * (lane & 3)) * 4, Float32, 2)
         row_scales[2 * j], row_scales[2 * j + 1] = pair[0], pair[1]
-    outputs = cute.make_rmem_tensor((4 * own,), Float32)
+    outputs = cute.make_rmem_tensor((tile.own_elements * own,), Float32)
     outputs.fill(0.0)
     sums = cute.make_rmem_tensor((own,), Float32)
     sums.fill(0.0)
@@ -65,6 +65,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     phase = Int32(0)
     while i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
+        if cutlass.const_expr(not tile.in_bulk):
+            ptx.fence_async_shared()
         key_scales, value_logs, value_signs, per_value_scale = _token_scales(tile, stage, group, warp, lane, shared)
         score(tile, scores, row_scales, key_scales, stage, group, shared)
         if lane == 0:
@@ -81,8 +83,9 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, lane)
         store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
         ptx.barrier_wait(full_values + 8 * stage, phase)
-        if token < work.lowest or token + STEP > work.highest:
-            clear_values(tile, stage, token, group, in_group, shared, work)
+        if cutlass.const_expr(tile.in_bulk):
+            if token < work.lowest or token + STEP > work.highest:
+                clear_values(tile, stage, token, group, in_group, shared, work)
         ptx.fence_async_shared()
         if cutlass.const_expr(tile.is_e4m3):
             if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:

@@ -6,15 +6,17 @@ from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
 from .cute_softmax import LOG2E, columns_at, fold, folded_column
-from .cute_tile import DIM, LOAD_THREADS, MATH_THREADS, WARPGROUPS, Tile
+from .cute_tile import LOAD_THREADS, MATH_THREADS, WARPGROUPS, Tile
 from .cute_work import output_of
 
 LN2 = 1 / LOG2E
 MERGE_BARRIER = 6
 """The named barrier of all multiplying warps."""
 
-ELEMENTS_OF_SLOT = 4
-"""Elements of a row that a thread holds, ``64 a + 16 w + 8 b + g`` (a, b < 2) of slot ``8 w + g``."""
+
+def element_of(k: int) -> int:
+    """Where a thread's k-th element of a row stands, counted from its first one; see :class:`.cute_tile.Tile`."""
+    return 64 * (k >> 1) + 8 * (k & 1)
 
 
 @cute.jit
@@ -37,10 +39,15 @@ def merge_warpgroups(
             mine = [references[c] for c in range(own)][four]
             ptx.shared_store(shared + places.references + group * per_warp + offset, mine, Float32)
     slot = warp * 8 + (lane >> 2)
-    mine_at = shared + places.exchange + (thread & 127) * 16
+    held, vector = tile.own_elements, tile.vector
+    mine_at = shared + places.exchange + (thread & 127) * (4 * vector)
+    # Each thread's vectors of a column, one after the other.
+    plane, of_column = 128 * 4 * vector, 128 * 4 * held
     for column in cutlass.range_constexpr(own):
-        held = [outputs[k * own + column] for k in range(ELEMENTS_OF_SLOT)]
-        ptx.shared_store(mine_at + group * tile.exchange_bytes + column * (DIM * 16), held, Float32)
+        elements = [outputs[k * own + column] for k in range(held)]
+        for k in cutlass.range_constexpr(0, held, vector):
+            at = mine_at + group * tile.exchange_bytes + (column * of_column + k // vector * plane)
+            ptx.shared_store(at, elements[k : k + vector], Float32)
     ptx.sync(MERGE_BARRIER, MATH_THREADS)
     share = own // WARPGROUPS
     # A loop, and not written out: this code runs once, and fetching it takes longer than executing it.
@@ -49,22 +56,28 @@ def merge_warpgroups(
         offset = (column >> 2) * 64 + (lane & 3) * 16 + (column & 3) * 4
         tops = [ptx.shared_load(shared + places.references + g * per_warp + offset, Float32) for g in range(2)]
         top = ptx.maximum(tops[0], tops[1])
-        merged = [Float32(0.0)] * ELEMENTS_OF_SLOT
+        merged = [Float32(0.0)] * held
         total = Float32(0.0)
         for g in cutlass.range_constexpr(WARPGROUPS):
             weight = ptx.exp2((tops[g] - top) * Float32(LOG2E))
             at = shared + places.sums + g * (4 * per_warp) + offset
             parts = [ptx.shared_load(at + w * per_warp, Float32) for w in range(4)]
             total = ptx.multiply_add((parts[0] + parts[1]) + (parts[2] + parts[3]), weight, total)
-            held = ptx.shared_load(mine_at + g * tile.exchange_bytes + column * (DIM * 16), Float32, ELEMENTS_OF_SLOT)
-            merged = [ptx.multiply_add(held[k], weight, merged[k]) for k in range(ELEMENTS_OF_SLOT)]
+            from_ = mine_at + g * tile.exchange_bytes + column * of_column
+            of_group = []
+            for k in cutlass.range_constexpr(0, held, vector):
+                of_group += ptx.shared_load(from_ + k // vector * plane, Float32, vector)
+            merged = [ptx.multiply_add(of_group[k], weight, merged[k]) for k in range(held)]
         merged = [x * factor for x in merged]
         row = work.first_row + ((column >> 1) * 8 + (lane & 3) * 2 + (column & 1))
-        store_merged(merged, top, total, row, slot, 4, partitions, data, work)
+        store_merged(tile, merged, top, total, row, slot, 4, partitions, data, work)
 
 
 @cute.jit
-def store_merged(merged, top, total, row, slot, distance: cutlass.Constexpr[int], partitions, data, work):
+def store_merged(
+    tile: cutlass.Constexpr[Tile], merged, top, total, row, slot, distance: cutlass.Constexpr[int], partitions, data,
+    work,
+):  # fmt: skip
     """Store what a task makes of a row, as its result or a partial one; see :func:`store_row`."""
     # All lanes exchange halves, also those whose row is past the last.
     is_row = Int32(0)
@@ -73,7 +86,9 @@ def store_merged(merged, top, total, row, slot, distance: cutlass.Constexpr[int]
     if partitions > 1 and data.partial_out != 0:
         if is_row != 0:
             at = Int64(work.kv_head * (data.query_length * data.group) + row) * data.capacity + work.slot
-            ptx.store(data.partial_out + at * (DIM * 4) + slot * 16, merged, Float32, ".cg")
+            to = data.partial_out + at * (tile.dim * 4) + slot * (4 * tile.vector)
+            for k in cutlass.range_constexpr(0, tile.own_elements, tile.vector):
+                ptx.store(to + 32 * 4 * k, merged[k : k + tile.vector], Float32, ".cg")
             if slot == 0:
                 ptx.store(data.partial_stats + at * 8, [top, total])
     else:
@@ -93,16 +108,16 @@ def store_row(merged, factor, lse, at, lse_at, slot, distance: cutlass.Constexpr
 
     Neighbours exchange halves, so that each stores pairs of elements.
     """
-    odd = slot & 1
-    at = at + Int64(odd * 64 + (slot >> 3) * 16 + (slot & 6)) * 2
-    for k in cutlass.range_constexpr(2):
-        sent = ptx.select(odd, merged[k], merged[2 + k])
-        kept = ptx.select(odd, merged[2 + k], merged[k])
+    odd, half = slot & 1, len(merged) // 2
+    at = at + Int64(odd * element_of(half) + (slot >> 3) * 16 + (slot & 6)) * 2
+    for k in cutlass.range_constexpr(half):
+        sent = ptx.select(odd, merged[k], merged[half + k])
+        kept = ptx.select(odd, merged[half + k], merged[k])
         got = ptx.exchange(sent, distance)
         low, high = ptx.select(odd, got, kept) * factor, ptx.select(odd, kept, got) * factor
         word = ptx.select(data.is_float16, ptx.pack_float16(low, high), ptx.pack_bfloat16(low, high), Int32)
         if is_row != 0:
-            store_pair(at + 16 * k, word)
+            store_pair(at + 2 * element_of(k), word)
     if data.lse != 0 and is_row != 0 and slot == 0:
         ptx.store(lse_at, [lse])
 
@@ -159,7 +174,7 @@ def clear_rows(tile: cutlass.Constexpr[Tile], thread, sequence, kv_head, first_r
         row = first_row + i
         if row < data.query_length * data.group:
             at, lse_at, _ = output_of(data, sequence, kv_head, row)
-            for k in cutlass.range_constexpr(2):
-                store_pair(at + Int64(lane * 8 + k * 4), Int32(0))
+            for k in cutlass.range_constexpr(tile.dim // 64):
+                store_pair(at + Int64(lane * (tile.dim // 16) + k * 4), Int32(0))
             if data.lse != 0 and lane == 0:
                 ptx.store(lse_at, [-Float32.inf])

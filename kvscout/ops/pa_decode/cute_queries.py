@@ -1,27 +1,41 @@
 """Queries on their way to shared memory, as the B operand of the scores."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_tile import CORE, DIM, MATH_THREADS, Tile
+from .cute_tile import CORE, MATH_THREADS, Tile
 from .cute_work import place_of, visible
-
-THREADS_OF_ROW = DIM // 8
-"""Threads that load a query row, eight elements each."""
-ROWS_AT_ONCE = MATH_THREADS // THREADS_OF_ROW
 
 # A row of zeros needs some scale.
 LEAST_MAGNITUDE = 1e-30
+
+
+def threads_of_row(tile: Tile) -> int:
+    """Threads that load a query row, eight elements each."""
+    return tile.dim // 8
+
+
+def rows_at_once(tile: Tile) -> int:
+    """Query rows that all threads load at once."""
+    return min(tile.rows, MATH_THREADS // threads_of_row(tile))
+
+
+def row_of(tile: Tile, part: int, thread: Any) -> Any:
+    """The row of the block that a thread loads; where there are more threads than rows, several load the same."""
+    at_once = rows_at_once(tile)
+    return part * at_once + (thread // threads_of_row(tile)) % at_once
 
 
 @cute.jit
 def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
     """Bring the block's query rows to shared memory, with what each row sees and what its scores are multiplied by."""
     places = tile.places
-    chunk = thread % THREADS_OF_ROW
-    parts = tile.rows // ROWS_AT_ONCE
+    chunk = thread % threads_of_row(tile)
+    parts = tile.rows // rows_at_once(tile)
     words = cute.make_rmem_tensor((4 * parts,), Int32)
     _load(tile, thread, words, data, work)
     scale = data.softmax_scale
@@ -30,7 +44,7 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
         if data.key_scale != 0 and data.keys_by_token == 0:
             scale = scale * ptx.load(data.key_scale + Int64(work.kv_head) * data.key_scale_head, Float32)
     for part in cutlass.range_constexpr(parts):
-        in_block = part * ROWS_AT_ONCE + thread // THREADS_OF_ROW
+        in_block = row_of(tile, part, thread)
         mine = [words[4 * part + i] for i in range(4)]
         row_scale = scale
         if cutlass.const_expr(tile.is_e4m3):
@@ -51,20 +65,21 @@ def _load(tile: cutlass.Constexpr[Tile], thread, words, data, work):
     Rows past the last read one that is there, and what becomes of them is not stored.
     """
     addresses = []
-    for part in cutlass.range_constexpr(tile.rows // ROWS_AT_ONCE):
-        position, in_group = place_of(data, work.first_row + (part * ROWS_AT_ONCE + thread // THREADS_OF_ROW))
+    parts = tile.rows // rows_at_once(tile)
+    for part in cutlass.range_constexpr(parts):
+        position, in_group = place_of(data, work.first_row + row_of(tile, part, thread))
         at = Int64(work.sequence) * data.query_length + cutlass.min(position, data.query_length - 1)
         head = Int64(work.kv_head * data.group + in_group)
         addresses.append(
-            data.query + at * data.query_row + head * data.query_head + Int64(thread % THREADS_OF_ROW * 16)
+            data.query + at * data.query_row + head * data.query_head + Int64(thread % threads_of_row(tile) * 16)
         )
     if ((data.query | data.query_row | data.query_head) & 15) == 0:
-        for part in cutlass.range_constexpr(tile.rows // ROWS_AT_ONCE):
+        for part in cutlass.range_constexpr(parts):
             found = ptx.load(addresses[part], Int32, 4)
             for i in cutlass.range_constexpr(4):
                 words[4 * part + i] = found[i]
     else:
-        for part in cutlass.range_constexpr(tile.rows // ROWS_AT_ONCE):
+        for part in cutlass.range_constexpr(parts):
             for i in cutlass.range_constexpr(4):
                 low = ptx.load_16(addresses[part] + 4 * i)
                 words[4 * part + i] = low | (ptx.load_16(addresses[part] + (4 * i + 2)) << 16)
@@ -84,7 +99,7 @@ def _store_split(tile: cutlass.Constexpr[Tile], words, in_block, chunk, shared, 
     largest = Float32(LEAST_MAGNITUDE)
     for i in cutlass.range_constexpr(8):
         largest = ptx.maximum(largest, ptx.magnitude(x[i]))
-    for distance in cutlass.range_constexpr(THREADS_OF_ROW.bit_length() - 1):
+    for distance in cutlass.range_constexpr(threads_of_row(tile).bit_length() - 1):
         largest = ptx.maximum(largest, ptx.exchange(largest, 1 << distance))
     exponent = (largest.bitcast(Int32) >> 23) & 255
     up = ((Int32(261) - exponent) << 23).bitcast(Float32)

@@ -14,20 +14,26 @@ from cutlass import Float32, Int32, Int64
 from ...kernels.cute import ptx
 from .cute_outputs import load_sink, normalise, store_row
 from .cute_softmax import LOG2E, NOTHING
-from .cute_tile import DIM, REDUCE_FEW, REDUCE_THREADS
+from .cute_tile import REDUCE_FEW, REDUCE_THREADS, Tile
 from .cute_work import output_of, partitions_of
 
-ROW_BYTES = DIM * 4
 CHAINS = REDUCE_THREADS // 32
-LANE_PARTS = 2
-"""Partial results of a chunk that a lane finds the weights of."""
-CHUNK = 32 * LANE_PARTS
-"""Partial results that are loaded at once, a chain by each warp."""
+
+
+def lane_parts(tile: Tile) -> int:
+    """Partial results of a chunk that a lane finds the weights of: as many as registers hold the elements of."""
+    return min(2, 256 // tile.dim)
+
+
+def chunk_of(tile: Tile) -> int:
+    """Partial results that are loaded at once, a chain by each warp."""
+    return 32 * lane_parts(tile)
 
 
 @cute.jit
 def reduce_sequences(
-    thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data, is_late: cutlass.Constexpr[bool]
+    tile: cutlass.Constexpr[Tile], thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data,
+    is_late: cutlass.Constexpr[bool],
 ):  # fmt: skip
     """Merge rows ``first_row``, ``first_row + row_step``, ... of sequences ``sequence``, ... of a KV head.
 
@@ -47,12 +53,12 @@ def reduce_sequences(
             if count <= REDUCE_FEW:
                 mine = row + warp
                 while mine < end:
-                    _reduce_few(lane, first_slot, count, sequence, mine, kv_head, data)
+                    _reduce_few(tile, lane, first_slot, count, sequence, mine, kv_head, data)
                     mine = mine + CHAINS
             else:
                 mine = row
                 while mine < end:
-                    _reduce_many(thread, shared, first_slot, count, sequence, mine, kv_head, data)
+                    _reduce_many(tile, thread, shared, first_slot, count, sequence, mine, kv_head, data)
                     mine = mine + 1
             row = row + row_step * data.rows_of_merge
         sequence = sequence + sequence_step
@@ -62,57 +68,65 @@ def reduce_sequences(
 
 
 @cute.jit
-def _reduce_few(lane, first_slot, count, sequence, row, kv_head, data):
+def _reduce_few(tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence, row, kv_head, data):
     """Merge a row's partial results, ``REDUCE_FEW`` at most, by one warp."""
     at = _place_of(data, kv_head, row, first_slot)
     reference, total = _load_stats(data.partial_stats + at * 8, lane, count)
-    parts = [_load_part(data, at, Int32(k), count, lane) for k in range(REDUCE_FEW)]
+    parts = [_load_part(tile, data, at, Int32(k), count, lane) for k in range(REDUCE_FEW)]
     top = _over_lanes(reference, ptx.maximum)
     weight = ptx.exp2((reference - top) * Float32(LOG2E))
-    chains = [[Float32(0.0)] * 4 for _ in range(CHAINS)]
+    held = tile.own_elements
+    chains = [[Float32(0.0)] * held for _ in range(CHAINS)]
     for k in cutlass.range_constexpr(REDUCE_FEW):
         factor = ptx.from_lane(weight, Int32(k), Float32)
-        chains[k % CHAINS] = [ptx.multiply_add(parts[k][z], factor, chains[k % CHAINS][z]) for z in range(4)]
+        chains[k % CHAINS] = [ptx.multiply_add(parts[k][z], factor, chains[k % CHAINS][z]) for z in range(held)]
     merged = chains[0]
     for chain in chains[1:]:
-        merged = [merged[z] + chain[z] for z in range(4)]
+        merged = [merged[z] + chain[z] for z in range(held)]
     total = _over_lanes(ptx.multiply_add(total, weight, Float32(0.0)), lambda x, y: x + y)
     _store(merged, top, total, lane, sequence, row, kv_head, data)
 
 
 @cute.jit
-def _reduce_many(thread, shared, first_slot, count, sequence, row, kv_head, data):
+def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, count, sequence, row, kv_head, data):
     """Merge a row's partial results by all of a block's warps."""
     warp, lane = thread >> 5, thread & 31
+    held, parts_of_lane, chunk = tile.own_elements, lane_parts(tile), chunk_of(tile)
     at = _place_of(data, kv_head, row, first_slot)
     stats = data.partial_stats + at * 8
-    found = [_load_stats(stats, i * 32 + lane, count) for i in range(LANE_PARTS)]
-    acc = cute.make_rmem_tensor((4,), Float32)
+    found = [_load_stats(stats, i * 32 + lane, count) for i in range(parts_of_lane)]
+    acc = cute.make_rmem_tensor((held,), Float32)
     acc.fill(0.0)
-    parts = [_load_part(data, at, warp + i * CHAINS, count, lane) for i in range(CHUNK // CHAINS)]
+    parts = [_load_part(tile, data, at, warp + i * CHAINS, count, lane) for i in range(chunk // CHAINS)]
     top = found[0][0]
-    for i in cutlass.range_constexpr(1, LANE_PARTS):
+    for i in cutlass.range_constexpr(1, parts_of_lane):
         top = ptx.maximum(top, found[i][0])
-    k = lane + CHUNK
+    k = lane + chunk
     while k < count:
         top = ptx.maximum(top, ptx.load(stats + Int64(k) * 8, Float32))
         k = k + 32
     top = _over_lanes(top, ptx.maximum)
     total = _add_chunk(acc, parts, found, top, warp, Float32(0.0))
-    begin = Int32(CHUNK)
+    begin = Int32(chunk)
     while begin < count:
-        more = [_load_stats(stats, begin + (i * 32 + lane), count) for i in range(LANE_PARTS)]
-        others = [_load_part(data, at, begin + warp + i * CHAINS, count, lane) for i in range(CHUNK // CHAINS)]
+        more = [_load_stats(stats, begin + (i * 32 + lane), count) for i in range(parts_of_lane)]
+        others = [_load_part(tile, data, at, begin + warp + i * CHAINS, count, lane) for i in range(chunk // CHAINS)]
         total = _add_chunk(acc, others, more, top, warp, total)
-        begin = begin + CHUNK
-    ptx.shared_store(shared + thread * 16, [acc[z] for z in range(4)], Float32)
+        begin = begin + chunk
+    vector = tile.vector
+    for z in cutlass.range_constexpr(0, held, vector):
+        to = shared + (z * REDUCE_THREADS + thread * vector) * 4
+        ptx.shared_store(to, [acc[z + e] for e in range(vector)], Float32)
     total = _over_lanes(total, lambda x, y: x + y)
     cute.arch.sync_threads()
     if warp == 0:
-        merged = [acc[z] for z in range(4)]
+        merged = [acc[z] for z in range(held)]
         for i in cutlass.range_constexpr(1, CHAINS):
-            chain = ptx.shared_load(shared + i * 512 + lane * 16, Float32, 4)
-            merged = [merged[z] + chain[z] for z in range(4)]
+            chain = []
+            for z in cutlass.range_constexpr(0, held, vector):
+                from_ = shared + (z * REDUCE_THREADS + (i * 32 + lane) * vector) * 4
+                chain += ptx.shared_load(from_, Float32, vector)
+            merged = [merged[z] + chain[z] for z in range(held)]
         _store(merged, top, total, lane, sequence, row, kv_head, data)
     cute.arch.sync_threads()
 
@@ -126,9 +140,9 @@ def _add_chunk(acc, parts, stats, top, warp, total):
         total = ptx.multiply_add(more, weight, total)
         weights.append(weight)
     per_lane = 32 // CHAINS
-    for i in cutlass.range_constexpr(CHUNK // CHAINS):
+    for i in cutlass.range_constexpr(len(parts)):
         factor = ptx.from_lane(weights[i // per_lane], warp + (i % per_lane) * CHAINS, Float32)
-        for z in cutlass.range_constexpr(4):
+        for z in cutlass.range_constexpr(len(parts[0])):
             acc[z] = ptx.multiply_add(parts[i][z], factor, acc[z])
     return total
 
@@ -149,12 +163,17 @@ def _load_stats(stats, k, count):
 
 
 @cute.jit
-def _load_part(data, at, k, count, lane):
+def _load_part(tile: cutlass.Constexpr[Tile], data, at, k, count, lane):
     """This lane's elements of a partial result, zeros past the last."""
     there = Int32(0)
     if k < count:
         there = Int32(1)
-    return ptx.load_or_zero(data.partial_out + (at + k) * ROW_BYTES + lane * 16, there, 4)
+    vector = tile.vector
+    from_ = data.partial_out + (at + k) * (tile.dim * 4) + lane * (4 * vector)
+    part = []
+    for z in cutlass.range_constexpr(0, tile.own_elements, vector):
+        part += ptx.load_or_zero(from_ + 32 * 4 * z, there, vector)
+    return part
 
 
 def _over_lanes(x: Any, together: Callable[[Any, Any], Any]) -> Any:

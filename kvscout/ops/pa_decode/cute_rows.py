@@ -17,7 +17,7 @@ from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, store_merged
 from .cute_queries import load_queries
 from .cute_softmax import BELOW, FAR, GROUP_BARRIER, LOG2E, NOTHING
-from .cute_tile import CORE, DIM, MATH_BARRIER, MATH_THREADS, ROWS_PITCH, STEP, WARPGROUPS, Tile
+from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, ROWS_PITCH, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
 from .cute_work import partitions_of, value_factor
 
@@ -46,7 +46,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     for i in cutlass.range_constexpr(2):
         row_scales.append(ptx.shared_load(shared + places.row_scales + (first_row + 8 * i) * 4, Float32))
         bounds.append(ptx.shared_load(shared + places.bounds + (first_row + 8 * i) * 8, Int32, 2))
-    outputs = cute.make_rmem_tensor((DIM // 2,), Float32)
+    outputs = cute.make_rmem_tensor((ROWS_DIM // 2,), Float32)
     outputs.fill(0.0)
     sums = cute.make_rmem_tensor((2,), Float32)
     sums.fill(0.0)
@@ -157,7 +157,7 @@ def _raise_references(tops, references, sums, outputs):
             factor = ptx.exp2((references[row] - new) * Float32(LOG2E))
             references[row] = new
             sums[row] = sums[row] * factor
-            for j in cutlass.range_constexpr(DIM // 8):
+            for j in cutlass.range_constexpr(ROWS_DIM // 8):
                 for e in cutlass.range_constexpr(2):
                     outputs[4 * j + 2 * row + e] = outputs[4 * j + 2 * row + e] * factor
 
@@ -223,9 +223,11 @@ def _add_outputs(
     values = ptx.descriptor(shared + tile.places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
     pieces = 2  # of 16 bytes, of one product's K
     steps = [(0, i * tile.value_leading) for i in range(0, STEP // tile.tokens_of_piece, pieces)]
-    found = ptx.multiply(tile.kind, DIM, operands, values, (0, CORE), [steps * (len(operands) // (4 * len(steps)))])
+    found = ptx.multiply(
+        tile.kind, ROWS_DIM, operands, values, (0, CORE), [steps * (len(operands) // (4 * len(steps)))]
+    )
     scale = [factor * Float32(2.0**-10) for factor in factors] if cutlass.const_expr(finer) else factors
-    for k in cutlass.range_constexpr(DIM // 2):
+    for k in cutlass.range_constexpr(ROWS_DIM // 2):
         outputs[k] = ptx.multiply_add(found[k], scale[(k >> 1) & 1], outputs[k])
 
 
@@ -248,7 +250,7 @@ def _merge_warpgroups(
             ptx.shared_store(shared + places.references + (group * tile.rows + number) * 4, [references[row]], Float32)
             ptx.shared_store(shared + places.sums + (group * tile.rows + number) * 4, [total], Float32)
         to = at + number * ROWS_PITCH + (lane & 3) * 8
-        for j in cutlass.range_constexpr(DIM // 8):
+        for j in cutlass.range_constexpr(ROWS_DIM // 8):
             ptx.shared_store(to + 32 * j, [outputs[4 * j + 2 * row + e] for e in range(2)], Float32)
     ptx.sync(MERGE_BARRIER, MATH_THREADS)
     element = (lane >> 3) * 16 + (lane & 7)
@@ -269,4 +271,4 @@ def _merge_warpgroups(
             held = [ptx.shared_load(row_at + (k >> 1) * 256 + (k & 1) * 32, Float32) for k in range(4)]
             merged = [ptx.multiply_add(held[k], weight, merged[k]) for k in range(4)]
         merged = [x * factor for x in merged]
-        store_merged(merged, top, total, work.first_row + number, lane, 1, partitions, data, work)
+        store_merged(tile, merged, top, total, work.first_row + number, lane, 1, partitions, data, work)

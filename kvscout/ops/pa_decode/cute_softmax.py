@@ -88,7 +88,7 @@ def raise_references(tile: cutlass.Constexpr[Tile], tops, references, sums, outp
             factor = ptx.exp2((references[column] - new) * Float32(LOG2E))
             references[column] = new
             sums[column] = sums[column] * factor
-            for k in cutlass.range_constexpr(4):
+            for k in cutlass.range_constexpr(tile.own_elements):
                 outputs[k * own + column] = outputs[k * own + column] * factor
 
 

@@ -17,6 +17,10 @@ With many query rows it is the other way round: ``S = Q K^T`` and ``O = P V``, e
 probabilities in registers (see :mod:`.cute_rows`). The operands lie as they do above. There a product of so many
 columns would be so much softmax that it and not memory would take the time.
 
+Caches of other layouts are copied in pieces of 16 bytes, whatever their pages, to what chunked caches with pages of 128
+would make. Values that lie token by token stay so if they have 16 bits, as such operands may: their core matrices are
+eight tokens of eight elements, at the places of keys. Those of e4m3 are transposed on the way.
+
 A thread of the first kind holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered
 ``c = 2 j + e``.
 """
@@ -26,8 +30,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-DIM = 128
-"""D: elements of a head."""
 STEP = 128
 """Tokens of a stage."""
 WARPGROUPS = 2
@@ -39,12 +41,16 @@ MATH_BARRIER = 3
 THREADS = MATH_THREADS + LOAD_THREADS
 CORE = 128
 """Bytes of a core matrix."""
-ROWS_PITCH = (DIM + 8) * 4
+ROWS_DIM = 128
+"""D where query rows are the rows of products."""
+ROWS_PITCH = (ROWS_DIM + 8) * 4
 """Bytes from a row of exchanged outputs to the next where rows are many: such that neighbours are in other banks."""
 REDUCE_THREADS = 128
 REDUCE_FEW = 8
 """Partial results that a warp of the merge adds up by itself."""
 E4M3 = "e4m3"
+CHUNKED, PLAIN_V, TOKEN_MAJOR = "chunked", "plain_v", "token_major"
+"""Layouts of a cache; the last is nhd and hnd, which differ in strides."""
 
 
 class Places(NamedTuple):
@@ -73,12 +79,14 @@ class Tile:
 
     Attributes:
         cache: "e4m3", "bf16" or "fp16".
-        page: tokens per page.
+        page: tokens per page; 128 where the cache is not chunked, whatever it has.
         rows: query rows of a thread block; a multiple of 16.
         stages: steps that the rings hold.
         blocks: thread blocks that share a multiprocessor.
         token_scales: whether keys or values have a scale per token.
         by_rows: whether query rows, which are 64, are the rows of products.
+        dim: D, elements of a head.
+        layout: how the cache lies.
     """
 
     cache: str
@@ -88,12 +96,15 @@ class Tile:
     blocks: int = 1
     token_scales: bool = False
     by_rows: bool = False
+    dim: int = 128
+    layout: str = CHUNKED
 
     def __post_init__(self) -> None:
         # A warpgroup that met a stage only every other phase would take one parity for the other.
-        if self.rows % 16 or STEP % self.page or (self.alternate and self.stages % WARPGROUPS):
+        mixed_up = self.alternate and self.stages % WARPGROUPS != 0
+        if self.rows % 16 or STEP % self.page or mixed_up or not (self.in_bulk or self.page == STEP):
             raise ValueError(f"no kernel for {self}")
-        if self.by_rows and (self.rows != 64 or self.token_scales):
+        if self.by_rows and (self.rows != 64 or self.token_scales or self.dim != ROWS_DIM or not self.in_bulk):
             raise ValueError(f"no kernel for {self}")
         if WARPGROUPS * self.exchange_bytes > self.places.finer:
             raise ValueError(f"{self}: outputs would be exchanged where something else still lies")
@@ -102,7 +113,24 @@ class Tile:
     def name(self) -> str:
         """Unique, and a legal symbol."""
         scales = "_token_scales" if self.token_scales else "_by_rows" if self.by_rows else ""
-        return f"pa_decode_{self.cache}_page{self.page}_rows{self.rows}_stages{self.stages}x{self.blocks}{scales}"
+        pages = f"page{self.page}" if self.in_bulk else self.layout
+        shape = f"{self.cache}_d{self.dim}_{pages}_rows{self.rows}"
+        return f"pa_decode_{shape}_stages{self.stages}x{self.blocks}{scales}"
+
+    @property
+    def in_bulk(self) -> bool:
+        """Whether pages are copied in bulk, else in pieces of 16 bytes."""
+        return self.layout == CHUNKED
+
+    @property
+    def turns_values(self) -> bool:
+        """Whether values, which lie token by token, are transposed on the way: only 16-bit operands may lie so."""
+        return self.layout == TOKEN_MAJOR and self.is_e4m3
+
+    @property
+    def are_values_turned(self) -> bool:
+        """Whether values lie token by token in shared memory too, else with tokens side by side."""
+        return self.layout == TOKEN_MAJOR and not self.is_e4m3
 
     @property
     def is_e4m3(self) -> bool:
@@ -117,7 +145,7 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         """Bytes of the keys, or of the values, of a step."""
-        return STEP * DIM * self.element_bytes
+        return STEP * self.dim * self.element_bytes
 
     @property
     def halves(self) -> int:
@@ -140,9 +168,24 @@ class Tile:
         return self.rows // 4
 
     @property
+    def own_elements(self) -> int:
+        """Elements of an output row that a thread holds: ``64 a + 16 w + 8 b + g`` (b < 2) of slot ``8 w + g``."""
+        return self.dim // 32
+
+    @property
+    def vector(self) -> int:
+        """How many of them are stored at once."""
+        return min(self.own_elements, 4)
+
+    @property
     def moves_registers(self) -> bool:
         """Whether the loading warps give registers to those that multiply."""
-        return self.rows > 32
+        return self.rows > 32 or self.rows * self.dim > 32 * 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Those of a multiplying and of a loading thread then: no more than all threads are started with, 168 each."""
+        return (240, 24) if self.rows > 32 else (232, 40)
 
     @property
     def chains(self) -> int:
@@ -162,7 +205,7 @@ class Tile:
     @property
     def chunks(self) -> int:
         """Pieces of 16 bytes of a token's keys."""
-        return DIM * self.element_bytes // 16
+        return self.dim * self.element_bytes // 16
 
     @property
     def by_page(self) -> bool:
@@ -173,6 +216,16 @@ class Tile:
     def by_chunk(self) -> bool:
         """Whether keys are copied chunk by chunk."""
         return self.page in (32, 64)
+
+    @property
+    def copies(self) -> int:
+        """Bulk copies that a loading lane starts in a step: two, where keys of a step have more than 64 chunks."""
+        return 2 if self.by_chunk and STEP // self.page * self.chunks > 64 else 1
+
+    @property
+    def lanes_of_page(self) -> int:
+        """Lanes that copy a page's keys chunk by chunk."""
+        return self.chunks // self.copies
 
     @property
     def key_leading(self) -> int:
@@ -187,12 +240,24 @@ class Tile:
     @property
     def page_bytes(self) -> int:
         """Bytes of one head's keys, or values, of a page."""
-        return self.page * DIM * self.element_bytes
+        return self.page * self.dim * self.element_bytes
 
     @property
     def value_leading(self) -> int:
-        """Bytes from a warpgroup's piece of values to its next."""
-        return DIM * 16 * (1 if self.alternate else WARPGROUPS)
+        """Bytes from a warpgroup's 16 bytes of tokens, or its eight of them, to its next."""
+        if self.are_values_turned:
+            return 2 * CORE
+        return self.dim * 16 * (1 if self.alternate else WARPGROUPS)
+
+    @property
+    def value_stride(self) -> int:
+        """Bytes from eight elements of values to the next eight."""
+        return self.key_leading if self.are_values_turned else CORE
+
+    @property
+    def value_parity(self) -> int:
+        """Bytes from where one warpgroup's values of a step begin to where the other's do."""
+        return CORE if self.are_values_turned else self.dim * 16
 
     @property
     def query_pitch(self) -> int:
@@ -207,7 +272,7 @@ class Tile:
     @property
     def exchange_bytes(self) -> int:
         """Bytes of the outputs of a warpgroup."""
-        return self.rows * (ROWS_PITCH if self.by_rows else DIM * 4)
+        return self.rows * (ROWS_PITCH if self.by_rows else self.dim * 4)
 
     @property
     def places(self) -> Places:
@@ -226,7 +291,7 @@ class Tile:
         return Places(
             keys=keys,
             values=values,
-            queries=take(self.rows * DIM * 2),
+            queries=take(self.rows * self.dim * 2),
             probabilities=take(WARPGROUPS * self.probability_bytes),
             finer=take(WARPGROUPS * self.probability_bytes if self.is_e4m3 else 0),
             # The rings are empty by then, and queries and probabilities have been used.

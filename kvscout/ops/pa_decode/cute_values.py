@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...kernels.cute import ptx
-from .cute_tile import CORE, DIM, STEP, WARPGROUPS, Tile
+from .cute_tile import CORE, STEP, WARPGROUPS, Tile
 
 
 @cute.jit
@@ -14,21 +14,27 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
 
     Tokens from ``highest`` on are cleared one by one, those before ``lowest`` by pieces that hold no other.
     """
-    at = shared + tile.places.values + stage * tile.stage_bytes + thread * 16
-    start = first_token
+    # With few elements several threads share one, with many a thread has several.
+    sharing = max(1, 128 // tile.dim)
+    first_piece = thread // tile.dim
+    at = shared + tile.places.values + stage * tile.stage_bytes
+    at = at + thread % tile.dim * 16 + first_piece * tile.value_leading
+    start = first_token + first_piece * 16
     if cutlass.const_expr(not tile.alternate):
-        at = at + group * (DIM * 16)
+        at = at + group * (tile.dim * 16)
         start = start + group * tile.tokens_of_piece
     limit = work.highest - start
     skipped = work.lowest - start
     of_word = tile.tokens_of_piece // 4
-    spacing = tile.value_leading // (DIM * 16) * tile.tokens_of_piece
-    for piece in cutlass.range_constexpr(STEP // spacing):
+    spacing = tile.tokens_of_piece * (1 if tile.alternate else WARPGROUPS)
+    for place in cutlass.range_constexpr(STEP * tile.dim // (spacing * 128)):
+        piece, part = divmod(place, max(1, tile.dim // 128))
+        piece = piece * sharing
         kept = limit - piece * spacing
         if skipped - piece * spacing >= tile.tokens_of_piece:
             kept = Int32(0)
         if kept < tile.tokens_of_piece:
-            to = at + piece * tile.value_leading
+            to = at + (piece * tile.value_leading + part * (128 * 16))
             words = ptx.shared_load(to, Int32, 4)
             cleared = []
             for i in cutlass.range_constexpr(4):
@@ -47,25 +53,28 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     places = tile.places
     values = ptx.descriptor(shared + places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
     if cutlass.const_expr(not tile.alternate):
-        values = values + group * (DIM * 16 >> 4)
+        values = values + group * (tile.value_parity >> 4)
     stored = places.finer if finer else places.probabilities
     probabilities = ptx.descriptor(shared + stored + group * tile.probability_bytes, tile.query_pitch)
     high, low = (2.0**-10, 2.0**-16) if finer else (1.0, 2.0**-4)
     pieces = 2  # of 16 bytes, of one product's K
     tokens = STEP if tile.alternate else STEP // WARPGROUPS
     own, per_product = tile.own_columns, tile.columns // 2
-    for begin in cutlass.range_constexpr(0, DIM // 64, tile.chains):
+    chains = min(tile.chains, tile.dim // 64)
+    half = 64 // 8 * tile.value_stride
+    for begin in cutlass.range_constexpr(0, tile.dim // 64, chains):
         found = ptx.multiply(
-            tile.kind, tile.columns, values, probabilities, (CORE, CORE),
+            tile.kind, tile.columns, values, probabilities, (tile.value_stride, CORE),
             [
                 [
-                    (half * (64 * 16) + i * tile.value_leading, i * tile.query_pitch)
+                    (part * half + i * tile.value_leading, i * tile.query_pitch)
                     for i in range(0, tokens // tile.tokens_of_piece, pieces)
                 ]
-                for half in range(begin, begin + tile.chains)
+                for part in range(begin, begin + chains)
             ],
+            tile.are_values_turned,
         )  # fmt: skip
-        for chain in cutlass.range_constexpr(tile.chains):
+        for chain in cutlass.range_constexpr(chains):
             for k in cutlass.range_constexpr(2 * own):
                 column = (k >> 2) * 2 + (k & 1)
                 place = ((begin + chain) * 2 + ((k >> 1) & 1)) * own + column

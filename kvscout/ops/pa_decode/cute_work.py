@@ -34,8 +34,11 @@ class Data(NamedTuple):
     query_head: Int64
     key_block: Int64
     key_head: Int64
+    key_token: Int64
+    key_chunk: Int64  # from one 16-byte piece of a token's keys to the next
     value_block: Int64
     value_head: Int64
+    value_pitch: Int64  # from a token to the next where values lie so, else from an element of a token to the next
     table_row: Int64
     lse_row: Int64
     key_scale_block: Int64
@@ -55,6 +58,7 @@ class Data(NamedTuple):
     sinks_are_16_bit: Int32
     keys_by_token: Int32  # whether keys have a scale per token
     values_by_token: Int32
+    page_bits: Int32  # a page has 2^page_bits tokens
     rows_of_merge: Int32  # query rows of a thread block of the merge
     rows_first: Int32  # whether the grid's first dimension is row blocks, else tasks
     softmax_scale: Float32

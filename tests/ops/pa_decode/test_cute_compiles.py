@@ -1,4 +1,4 @@
-"""What ptxas makes of every kernel of ``cute_wgmma``, on a machine that need not have a GPU.
+"""What ptxas makes of kernels of ``cute_wgmma``, on a machine that need not have a GPU.
 
 Numbers and order of instructions; whether they compute the right thing is for the cases to say.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvscout.kernels.cute import toolchain
-from kvscout.ops.pa_decode.cute_tile import DIM, STEP, THREADS, Tile
+from kvscout.ops.pa_decode.cute_tile import LOAD_THREADS, MATH_THREADS, STEP, THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import CACHES, VARIANT
 
 pytestmark = [
@@ -17,7 +17,15 @@ pytestmark = [
     pytest.mark.skipif(toolchain.cannot_compile() is not None, reason="needs CuTe DSL and a C compiler"),
 ]
 
-# The kernels of one element type, in one process: importing CuTe DSL takes seconds. The opcodes of a kernel tell its
+
+def is_compiled(tile):
+    """Not all of them, for the sake of time: other pages of D 64 and 256, small pieces and float16 differ little."""
+    if tile.dim == 128 and tile.in_bulk:
+        return True
+    return tile.cache != "fp16" and (tile.page == 32 if tile.in_bulk else tile.dim > 64)
+
+
+# Kernels of one element type, in one process: importing CuTe DSL takes seconds. The opcodes of a kernel tell its
 # instructions in their order.
 COMPILE = """
 import json, re, sys
@@ -26,7 +34,7 @@ from kvscout.testing.compiled_cute import compile_program
 
 found = {}
 for program in VARIANT.programs():
-    if program.spec.cache == sys.argv[1]:
+    if program.name in sys.argv[1:]:
         made = compile_program(program)
         kernels = {}
         for kernel in made.kernels:
@@ -64,9 +72,10 @@ class Made:
     scope="module", params=[pytest.param(c, marks=pytest.mark.xdist_group(f"cute_{c}")) for c in CACHES.values()]
 )
 def programs(request, run_python):
-    found = json.loads(run_python("-c", COMPILE, request.param, timeout=900).stdout)
     tiles = {program.name: program.spec for program in VARIANT.programs()}
-    assert set(found) == {name for name, tile in tiles.items() if tile.cache == request.param}
+    tiles = {name: tile for name, tile in tiles.items() if tile.cache == request.param and is_compiled(tile)}
+    found = json.loads(run_python("-c", COMPILE, *tiles, timeout=900).stdout)
+    assert set(found) == set(tiles)
     return [
         Made(tiles[name], row["spills"], row["warnings"], **{role: Kernel(**k) for role, k in row["kernels"].items()})
         for name, row in found.items()
@@ -80,6 +89,10 @@ def test_nothing_spills_and_matrix_instructions_are_not_serialised(programs):
             assert kernel.stack == 0, made.tile.name
             assert kernel.places("LDL", "STL") == [], made.tile.name
         assert made.decode.registers * THREADS <= REGISTERS, made.tile.name
+        if made.tile.moves_registers:
+            # Warps that asked for more than there are would wait for ever.
+            math, load = made.tile.registers
+            assert MATH_THREADS * math + LOAD_THREADS * load <= made.decode.registers * THREADS, made.tile.name
         assert len(made.decode.places("USETMAXREG")) == 2 * made.tile.moves_registers, made.tile.name
 
 
@@ -91,11 +104,12 @@ def test_products_are_as_many_matrix_instructions_as_they_need(programs):
         if tile.by_rows:
             # Two halves of a step's tokens, then its values; each number of a sum, and of probabilities one more.
             parts = 2 if tile.is_e4m3 else 1
-            scores, outputs = 2 * parts * (DIM // k), (parts + tile.is_e4m3) * (STEP // k)
-            columns = [*[STEP // 2] * scores, *[DIM] * outputs]
+            scores, outputs = 2 * parts * (tile.dim // k), (parts + tile.is_e4m3) * (STEP // k)
+            columns = [*[STEP // 2] * scores, *[tile.dim] * outputs]
         else:
             # Outputs of probabilities, and where they are e4m3 of their finer terms.
-            scores, outputs = tile.halves * (DIM // k), DIM // 64 * (tile.halves * 64 // k) * (1 + tile.is_e4m3)
+            scores = tile.halves * (tile.dim // k)
+            outputs = tile.dim // 64 * (tile.halves * 64 // k) * (1 + tile.is_e4m3)
             columns = [tile.columns] * (scores + outputs)
         assert len(places) == scores + outputs, tile.name
         for place, count in zip(places, columns, strict=True):
@@ -103,11 +117,13 @@ def test_products_are_as_many_matrix_instructions_as_they_need(programs):
         assert made.decode.places("HMMA", "IMMA") == [], tile.name
 
 
-def test_pages_are_copied_in_bulk(programs):
+def test_pages_are_copied_in_bulk_or_in_pieces(programs):
     for made in programs:
         # One loop for keys and values; the compiler may write it twice.
-        assert made.decode.places("UBLKCP"), made.tile.name
-        assert bool(made.decode.places("LDGSTS")) == made.tile.token_scales, made.tile.name
+        assert bool(made.decode.places("UBLKCP")) == made.tile.in_bulk, made.tile.name
+        pieces = [place for place in made.decode.places("LDGSTS") if ".BYPASS.128" in made.decode.opcodes[place]]
+        assert bool(pieces) == (not made.tile.in_bulk), made.tile.name
+        assert bool(set(made.decode.places("LDGSTS")) - set(pieces)) == made.tile.token_scales, made.tile.name
 
 
 def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(programs):
@@ -123,8 +139,9 @@ def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(pro
         (trigger,) = made.decode.places("PREEXIT")
         assert trigger > max(made.decode.places("QGMMA", "HGMMA")), made.tile.name
         (trigger,) = made.reduce.places("PREEXIT")
-        loads = made.reduce.places("LDG")
-        assert trigger > loads[-1] if made.tile.blocks > 1 else trigger < loads[2], made.tile.name
+        # Blocks in pairs leave it to the end of the merge.
+        loads = [place for place in made.reduce.places("LDG") if place > wait]
+        assert trigger > loads[-1] if made.tile.blocks > 1 else trigger < loads[0], made.tile.name
 
 
 def test_nothing_divides(programs):

@@ -7,6 +7,7 @@ from kvscout import pa_decode, plan_pa_decode
 from kvscout.kernels.cute import runtime
 from kvscout.ops.pa_decode.api import FAMILY
 from kvscout.ops.pa_decode.variants.cute_wgmma import VARIANT
+from kvscout.paging import LAYOUTS
 from kvscout.testing import paged_inputs
 
 pytestmark = pytest.mark.gpu
@@ -25,11 +26,11 @@ def on_hopper():
         pytest.skip(refusal or "needs a Hopper GPU")
 
 
-def make(lengths, cache=FN, page=128, group=16, query_length=1, splits=(132, 264)):
+def make(lengths, cache=FN, page=128, group=16, query_length=1, splits=(132, 264), layout="chunked", dim=128):
     generator = torch.Generator(DEVICE).manual_seed(len(lengths))
     found = paged_inputs.tables(lengths, page, generator)
-    keys, values = paged_inputs.caches("chunked", found, 1, page, 128, cache, generator)
-    query = torch.randn(len(lengths) * query_length, group, 128, generator=generator, device=DEVICE).bfloat16()
+    keys, values = paged_inputs.caches(layout, found, 1, page, dim, cache, generator)
+    query = torch.randn(len(lengths) * query_length, group, dim, generator=generator, device=DEVICE).bfloat16()
     context_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     plan = plan_pa_decode(
         context_lengths, 1, max_partitions=splits[0], workgroup_budget=splits[1], query_length=query_length
@@ -41,10 +42,10 @@ def make(lengths, cache=FN, page=128, group=16, query_length=1, splits=(132, 264
         "value_cache": values,
         "context_lengths": context_lengths,
         "block_tables": found.block_tables,
-        "softmax_scale": 128**-0.5,
+        "softmax_scale": dim**-0.5,
         "query_length": query_length,
         "work_plan": plan,
-        "kv_layout": "chunked",
+        "kv_layout": layout,
         "variant": NAME,
     }
 
@@ -69,9 +70,10 @@ def test_a_call_that_is_never_split_is_one_kernel(on_the_gpu):
 
 @pytest.mark.parametrize("cache", [FN, torch.bfloat16])
 @pytest.mark.parametrize("query_length", [1, 4])
-def test_replays_follow_lengths_that_change(cache, query_length):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replays_follow_lengths_that_change(cache, query_length, layout):
     longest = (8192, 4099, 1, 700)
-    call = make(longest, cache, query_length=query_length)
+    call = make(longest, cache, query_length=query_length, layout=layout)
     output, lengths = call["output"], call["context_lengths"]
     # A kernel is loaded by its first launch, which cannot be captured.
     pa_decode(**call)
@@ -121,9 +123,11 @@ def test_calls_that_start_while_the_one_before_ends_see_all_that_it_wrote():
         assert same_bits(replayed, slowly)
 
 
-def test_many_replays_over_poisoned_scratch_give_the_same_bits():
-    call = make((8192, 5000, 300, 0, 8191, 77, 2048, 6001))
-    output, scratch = call["output"], call["work_plan"].scratch(16, 128)
+@pytest.mark.parametrize("cache", [FN, torch.bfloat16])
+@pytest.mark.parametrize(("layout", "dim"), [*((layout, 128) for layout in LAYOUTS), ("chunked", 64), ("chunked", 256)])
+def test_many_replays_over_poisoned_scratch_give_the_same_bits(cache, layout, dim):
+    call = make((8192, 5000, 300, 0, 8191, 77, 2048, 6001), cache, layout=layout, dim=dim, page=32)
+    output, scratch = call["output"], call["work_plan"].scratch(16, dim)
     pa_decode(**call)
     expected = output.clone()
     graph = torch.cuda.CUDAGraph()

@@ -95,6 +95,36 @@ def test_a_call_is_one_program_on_the_caller_s_own_tensors(call, launches):
     assert decode(made, launches)[1] == []
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("layout", ["chunked", "plain_v", "nhd", "hnd"])
+def test_a_cache_is_read_with_its_strides(layout, dim, call, launches):
+    cache = FN if layout == "plain_v" else torch.bfloat16
+    launch, _ = decode(call(layout=layout, dim=dim, page=32, cache=cache), launches)
+    data, tile, size = launch.data, launch.tile, cache.itemsize
+    # Two KV heads, pages of 32.
+    row, page = dim * size, 32 * dim * size
+    assert (data.key_block, data.value_block, data.page_bits) == (2 * page, 2 * page, 5)
+    head = row if layout == "nhd" else page
+    assert (data.key_head, data.value_head) == (head, head)
+    token = {"nhd": 2 * row, "hnd": row}.get(layout, 16)
+    assert (data.key_token, data.key_chunk) == (token, 16 if layout in ("nhd", "hnd") else 32 * 16)
+    pitch = {"chunked": 16, "plain_v": 32 * size}.get(layout, token)
+    assert data.value_pitch == pitch
+    kind = {"nhd": "token_major", "hnd": "token_major"}.get(layout, layout)
+    assert (tile.layout, tile.dim, tile.page) == (kind, dim, 32 if layout == "chunked" else 128)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_keys_and_values_may_share_a_pool(layout, call, launches):
+    made = call(layout=layout, cache=torch.bfloat16)
+    pool = torch.stack((made["key_cache"], made["value_cache"]), 1)
+    made["key_cache"], made["value_cache"] = pool.unbind(1)
+    launch, _ = decode(made, launches)
+    data, page = launch.data, 16 * 128 * 2
+    assert (data.key_block, data.value_block) == (4 * page, 4 * page)
+    assert data.values - data.keys == 2 * page
+
+
 @pytest.mark.parametrize(
     ("window", "causal", "reach"),
     [(0, True, (MOST, 1)), (0, False, (MOST, MOST)), (5, True, (5, 1)), (5, False, (5, 5))],

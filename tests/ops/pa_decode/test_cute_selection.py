@@ -53,6 +53,20 @@ def every_kernel(monkeypatch):
         ({"cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
         ({"cache_dtype": torch.bfloat16, "capacity": 4}, Config(16, 2)),
         ({"cache_dtype": torch.float16, "dtype": torch.float16, "query_length": 3}, Config(64, 2, by_rows=True)),
+        ({"head_dim": 64}, Config(16, 4, 2)),
+        ({"head_dim": 64, "capacity": 4, "cache_dtype": torch.bfloat16}, Config(16, 4)),
+        ({"head_dim": 64, "query_length": 4}, Config(32, 8)),
+        ({"layout": "plain_v", "whole_pages": False}, Config(16, 2, 2)),
+        ({"layout": "plain_v", "page": 16, "num_heads": 64, "capacity": 4}, Config(32, 4)),
+        ({"layout": "hnd", "cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
+        # Transposing takes more registers than two blocks have.
+        ({"layout": "nhd"}, Config(16, 4)),
+        ({"layout": "nhd", "cache_dtype": torch.bfloat16, "head_dim": 256, "num_heads": 32}, Config(32, 1)),
+        # Two blocks have no room for such stages, nor one registers for 64 rows.
+        ({"head_dim": 256}, Config(16, 2)),
+        ({"head_dim": 256, "cache_dtype": torch.bfloat16}, Config(16, 1)),
+        ({"head_dim": 256, "query_length": 4}, Config(16, 2)),
+        ({"head_dim": 256, "query_length": 4, "cache_dtype": torch.bfloat16}, Config(32, 1)),
     ],
 )
 def test_a_call_gets_its_config(words, config, every_kernel):
@@ -65,9 +79,13 @@ def test_every_config_of_a_call_or_a_tuner_is_among_the_programs():
     assert len(set(programs)) == len({program.name for program in programs}) == len(programs)
     seen = set()
     types = [(torch.bfloat16, FN), (torch.float16, FN), *[(t, t) for t in (torch.bfloat16, torch.float16)]]
-    for (dtype, cache), page, group, kind in itertools.product(types, paging.PAGE_SIZES, (1, 20, 64), ("none", TOKEN)):
+    shapes = itertools.product(types, cute_wgmma.ROWS, paging.LAYOUTS, paging.PAGE_SIZES, (1, 20, 64), ("none", TOKEN))
+    for (dtype, cache), dim, layout, page, group, kind in shapes:
         if kind == "none" or cache == FN:
-            asked = problem(dtype=dtype, cache_dtype=cache, page=page, num_heads=group, value_scale=kind)
+            asked = problem(
+                dtype=dtype, cache_dtype=cache, page=page, num_heads=group, value_scale=kind, head_dim=dim,
+                layout=layout,
+            )  # fmt: skip
             seen |= {cute_wgmma._program(asked, config) for config in VARIANT.configs(asked)}
     # And none is compiled in vain.
     assert seen == set(programs)
@@ -76,9 +94,12 @@ def test_every_config_of_a_call_or_a_tuner_is_among_the_programs():
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"layout": "nhd"}, "reads chunked caches only, these are nhd"),
-        ({"layout": "plain_v"}, "reads chunked caches only, these are plain_v"),
-        ({"head_dim": 64}, "serves head dimension 128, this is 64"),
+        (
+            {"layout": "plain_v", "aligned": False},
+            "copies pieces of 16 bytes, which must each lie on a boundary of as many",
+        ),
+        ({"head_dim": 192}, "serves head dimensions 64, 128, 256, this is 192"),
+        ({"head_dim": 512}, "serves head dimensions 64, 128, 256, this is 512"),
         ({"cache_dtype": FNUZ}, "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"),
         (
             {"cache_dtype": torch.float16},
@@ -106,7 +127,9 @@ def test_what_is_not_served_is_told(changed, reason, every_kernel):
 def test_auto_falls_back_to_triton(every_kernel):
     sixteen = {"cache_dtype": torch.bfloat16}
     assert FAMILY.choose(problem(**sixteen)).variant.name == NAME
+    # Not before they have been measured.
     assert FAMILY.choose(problem(**sixteen, layout="hnd")).variant.name == "triton_tile"
+    assert FAMILY.choose(problem(**sixteen, head_dim=64)).variant.name == "triton_tile"
     assert FAMILY.choose(problem(**sixteen, capacity=70_000)).variant.name == NAME
 
 
@@ -141,3 +164,25 @@ def test_caches_of_whole_pages_are_told_from_others(page, dtype):
     gaps = torch.zeros(*values.shape[:3], 129, values.shape[4]).to(dtype)[:, :, :, :128]
     assert whole(keys, gaps) == (values.shape[2] == 1)
     assert not paging.pages(*caches("hnd"), 2, "hnd").whole_pages
+
+
+@pytest.mark.parametrize("layout", paging.LAYOUTS)
+@pytest.mark.parametrize("dtype", [FN, torch.bfloat16])
+def test_caches_of_aligned_pieces_are_told_from_others(layout, dtype):
+    keys, values = caches(layout, dtype=dtype)
+
+    def aligned(keys, values):
+        return paging.pages(keys, values, 2, layout).aligned
+
+    assert aligned(keys, values)
+    x = 16 // dtype.itemsize
+    x, size = 16 // dtype.itemsize, values[0].numel()
+    # From where the cache begins, between its blocks, and at the end of each of its rows.
+    for gap in (x, 1):
+        shifted = torch.zeros(3 * size + gap).to(dtype)[gap:].view(values.shape)
+        apart = torch.zeros(3, size + gap).to(dtype)[:, :size].unflatten(1, values.shape[1:])
+        rows = torch.zeros(*values.shape[:-1], values.shape[-1] + gap).to(dtype)[..., : values.shape[-1]]
+        for other in (shifted, apart, rows):
+            assert aligned(keys, other) == (gap == x)
+            if layout in ("nhd", "hnd"):
+                assert aligned(other, values) == (gap == x)

@@ -1,9 +1,11 @@
 """Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 ones by sums of two, a second kernel merges.
 
-Wins: everywhere on Hopper that it serves, chunked caches of D 128.
+Wins: everywhere on Hopper with chunked caches of D 128. It serves D 64 and 256, and other layouts copied in pieces of
+16 bytes, by name alone: those have not been run on a GPU yet.
 Limit: e4m3 products are added up with 14 bits: errors of up to 1.3e-3 of a logit. Small batches wait for a chain of
 latencies (plan, page ids, first tile, merge), large ones for memory, many rows beside e4m3 caches for conversions. More
-than 64 query rows per KV head read the cache again for every 64. No context may come within 1024 tokens of 2^31.
+than 64 query rows per KV head read the cache again for every 64 (32 of other layouts and of D 64 and 256, 16 of e4m3
+with D 256). No context may come within 1024 tokens of 2^31.
 Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 5.5 (6.5), 4 x
 8k 6.2 (6.9), 8 x 8k 7.5 (8.6), 32 x 8k 21.6 (36), 4 x 32k 10.0 (21), 3 x 220k 44.7 (81); 4 query tokens, 3 x 8k 10.7
 (9.7), 8 x 32k 31.7 (39); 64 rows of 2048 tokens in pages of 16, 9.7 (13.2).
@@ -12,6 +14,7 @@ Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +26,23 @@ from .... import fp8
 from ....device import DEFAULT_NUM_SMS
 from ....kernels.cute import runtime
 from ....kernels.cute.program import Program
-from ....paging import CHUNKED, PAGE_SIZES
+from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V, Pages
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
-from ..cute_tile import DIM, REDUCE_FEW, REDUCE_THREADS, STEP, Tile
+from ..cute_tile import REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
 
 CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-ROWS = (16, 32, 64)
-"""Query rows that a thread block may take: with 64, outputs and scores fill the registers."""
+LAYOUTS = {CHUNKED: CHUNKED, PLAIN_V: PLAIN_V, NHD: TOKEN_MAJOR, HND: TOKEN_MAJOR}
+
+ROWS = {64: (16, 32), 128: (16, 32, 64), 256: (16, 32)}
+"""Query rows that a thread block may take, by head dimension. Outputs and scores of more would not fit registers."""
+
+MOST_ROWS_OF_PIECES = 32
+"""The most of them where pages are not copied in bulk."""
+
+RING_BYTES = 64 << 10
+"""Bytes of keys, and of values, whose copies hide the latency of memory."""
 
 # The kernel divides rows by the group in float32, and CUDA counts a grid's second and third dimension in 16 bits.
 MAX_ROWS = 1 << 20
@@ -61,11 +72,11 @@ def _refuses(problem: Problem) -> str | None:
         return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
     if problem.cache_dtype not in (fp8.FN, problem.dtype):
         return f"caches of {problem.cache_dtype} need queries of the same dtype, not {problem.dtype}"
-    if problem.layout != CHUNKED:
-        return f"reads chunked caches only, these are {problem.layout}"
-    if problem.head_dim != DIM:
-        return f"serves head dimension {DIM}, this is {problem.head_dim}"
-    if not problem.whole_pages:
+    if problem.head_dim not in ROWS:
+        return f"serves head dimensions {', '.join(map(str, ROWS))}, this is {problem.head_dim}"
+    if problem.layout != CHUNKED and not problem.aligned:
+        return f"copies pieces of {ALIGNMENT} bytes, which must each lie on a boundary of as many"
+    if problem.layout == CHUNKED and not problem.whole_pages:
         return f"copies pages in bulk, which must each be one run of memory on a {ALIGNMENT}-byte boundary"
     if problem.tile % STEP:
         return f"needs a plan whose tiles are multiples of {STEP} tokens, these have {problem.tile}"
@@ -78,18 +89,36 @@ def _refuses(problem: Problem) -> str | None:
     return runtime.refusal(_program(problem, config))
 
 
-def _configs(cache: torch.dtype, page: int, token_scales: bool) -> list[Config]:
-    """Every config: 16 rows, alone on a multiprocessor and in pairs, then more rows."""
-    # 128 KB of rings, whose copies hide the latency of memory.
-    stages = 4 if cache == fp8.FN else 2
-    few, more, most = ROWS
+def _rank(problem: Problem) -> int:
+    """No choice of "auto"'s where nothing has been measured."""
+    return 150 if (problem.layout, problem.head_dim) == (CHUNKED, 128) else 0
+
+
+def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales: bool) -> list[Config]:
+    """Every config: the fewest rows, alone on a multiprocessor and in pairs, then more rows."""
+    stages = RING_BYTES // (STEP * dim * cache.itemsize)
+    most = max(ROWS[dim]) if layout == CHUNKED else MOST_ROWS_OF_PIECES
+    if cache == fp8.FN and dim == 256:
+        # Sums of two have twice the columns.
+        most = 16
+    alone = [Config(rows, stages, by_rows=rows == 64 and not token_scales) for rows in ROWS[dim] if rows <= most]
     # A pair's registers are just enough, but not for this.
-    pairs = [] if token_scales and page == STEP else [Config(few, stages // 2, 2)]
-    return [Config(few, stages), *pairs, Config(more, stages), Config(most, stages, by_rows=not token_scales)]
+    few_registers = layout == CHUNKED and dim == 128 and token_scales and page == STEP
+    least_stages = WARPGROUPS if cache == fp8.FN else 1
+    turns_values = layout == TOKEN_MAJOR and cache == fp8.FN
+    are_alone = few_registers or turns_values or stages // 2 < least_stages
+    pairs = [] if are_alone else [Config(ROWS[dim][0], stages // 2, 2)]
+    return [alone[0], *pairs, *alone[1:]]
 
 
 def _space(problem: Problem) -> list[Config]:
-    return _configs(problem.cache_dtype, problem.page, _has_token_scales(problem))
+    layout, page = _as_copied(problem)
+    return _configs(problem.cache_dtype, problem.head_dim, layout, page, _has_token_scales(problem))
+
+
+def _as_copied(problem: Problem) -> tuple[str, int]:
+    """Layout and page of a kernel's tile."""
+    return LAYOUTS[problem.layout], problem.page if problem.layout == CHUNKED else STEP
 
 
 def _has_token_scales(problem: Problem) -> bool:
@@ -106,20 +135,22 @@ def _default_config(problem: Problem) -> Config:
 
 
 def _program(problem: Problem, config: Config) -> Program:
-    return _named(CACHES[problem.cache_dtype], problem.page, config, _has_token_scales(problem))
+    cache, token_scales = CACHES[problem.cache_dtype], _has_token_scales(problem)
+    layout, page = _as_copied(problem)
+    return _named(cache, problem.head_dim, layout, page, config, token_scales)
 
 
-def _named(cache: str, page: int, config: Config, token_scales: bool) -> Program:
-    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales, config.by_rows)
+def _named(cache: str, dim: int, layout: str, page: int, config: Config, token_scales: bool) -> Program:
+    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales, config.by_rows, dim, layout)
     return Program(tile.name, "kvscout.ops.pa_decode.cute_launch:build", tile)
 
 
 def _programs() -> Iterator[Program]:
-    for dtype, cache in CACHES.items():
-        for page in PAGE_SIZES:
-            for token_scales in (False, True) if dtype == fp8.FN else (False,):
-                for config in _configs(dtype, page, token_scales):
-                    yield _named(cache, page, config, token_scales)
+    copied = [*((CHUNKED, page) for page in PAGE_SIZES), (PLAIN_V, STEP), (TOKEN_MAJOR, STEP)]
+    for (dtype, cache), dim, (layout, page) in itertools.product(CACHES.items(), ROWS, copied):
+        for token_scales in (False, True) if dtype == fp8.FN else (False,):
+            for config in _configs(dtype, dim, layout, page, token_scales):
+                yield _named(cache, dim, layout, page, config, token_scales)
 
 
 def _load(problem: Problem, config: Config) -> None:
@@ -141,9 +172,6 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     keys, values = args.kv.keys, args.kv.values
     output_row, output_head, _ = output.stride()
     query_row, query_head, _ = query.stride()
-    key_block, key_head = keys.stride()[:2]
-    value_block, value_head = values.stride()[:2]
-    size = keys.element_size()
     reach = problem.window or INT32_MAX
     rows_of_merge, *merge = (1, 0, 0) if partials is None else _merge_grid(problem)
     data = (
@@ -151,17 +179,28 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         args.work_info.data_ptr(), args.reduce_info.data_ptr(), _address(args.key_scale), _address(args.value_scale),
         _address(sinks), _address(lse), out_address, stats_address,
         2 * output_row, 2 * output_head, 2 * query_row, 2 * query_head,
-        size * key_block, size * key_head, size * value_block, size * value_head,
+        *_cache_strides(args.kv),
         4 * args.block_tables.stride(0), 0 if lse is None else 4 * lse.stride(0),
         *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
         problem.num_sequences, problem.capacity, problem.query_length, problem.group, problem.tile // STEP,
         reach, 1 if problem.causal else reach,
         int(problem.dtype == torch.float16), int(sinks is not None and sinks.dtype != torch.float32),
-        int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN), rows_of_merge, int(rows_first),
+        int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN),
+        problem.page.bit_length() - 1, rows_of_merge, int(rows_first),
         args.softmax_scale * args.key_factor, args.value_factor, 1 / problem.group,
     )  # fmt: skip
     grid = (row_blocks, problem.capacity) if rows_first else (problem.capacity, row_blocks)
     _kernel(problem, config)(args.context_lengths, data, *grid, kv_heads, *merge)
+
+
+def _cache_strides(kv: Pages) -> tuple[int, int, int, int, int, int, int]:
+    """Strides in bytes: keys' by block, head, token and chunk, values' by block, head, and token or element."""
+    size = kv.keys.element_size()
+    key_block, key_head, key_token, key_chunk, _ = (size * stride for stride in kv.keys.stride())
+    value_block, value_head, _, value_token, value_element = (size * stride for stride in kv.values.stride())
+    is_token_major = LAYOUTS[kv.layout] == TOKEN_MAJOR
+    chunk, pitch = (ALIGNMENT, value_token) if is_token_major else (key_chunk, value_element)
+    return key_block, key_head, key_token, chunk, value_block, value_head, pitch
 
 
 def _merge_grid(problem: Problem) -> tuple[int, int, int]:
@@ -202,7 +241,7 @@ VARIANT = Variant(
     refuses=_refuses,
     space=_space,
     records_grad=False,
-    rank=lambda problem: 150,
+    rank=_rank,
     lacks=lambda: runtime.unavailable(_programs()),
     load=_load,
     programs=_programs,

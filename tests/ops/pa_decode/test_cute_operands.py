@@ -1,0 +1,201 @@
+"""Where ``cute_wgmma`` puts keys and values, and what its matrix instructions make of them, run as Python.
+
+Copies, and the descriptors of operands, are those of the device code itself; how a matrix instruction walks shared
+memory is what PTX says of it.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvscout import paging
+from kvscout.ops.pa_decode.cute_tile import STEP, Tile
+from kvscout.ops.pa_decode.variants import cute_wgmma
+from tests.ops.mqa_logits import lanes
+from tests.ops.mqa_logits.lanes import Int32
+from tests.ops.pa_decode.device import NAN, Int64, Memory, code_of
+
+HEADS, HEAD = 2, 1
+FIRST_STEP = 1
+
+TYPES = {"e4m3": torch.uint8, "bf16": torch.int16}
+
+
+def tiles():
+    """One tile of each way to copy, with the layout and the page of a cache that it is for."""
+    found = {}
+    for program in cute_wgmma.VARIANT.programs():
+        tile = program.spec
+        if tile.rows != 16 or tile.blocks != 1 or tile.cache == "fp16":
+            continue
+        layouts = {"token_major": ("nhd", "hnd")}.get(tile.layout, (tile.layout,))
+        pages = [tile.page] if tile.in_bulk else paging.PAGE_SIZES
+        for layout, page in itertools.product(layouts, pages):
+            # Scales, pages that are copied in pieces, and what tells nhd from hnd, are the same for all dimensions.
+            if tile.dim != 64 and (tile.token_scales or layout == "hnd" or not (tile.in_bulk or page == 32)):
+                continue
+            found[f"{tile.name}-{layout}{page}"] = tile, layout, page
+    return [pytest.param(*case, id=name) for name, case in found.items()]
+
+
+class Loaded:
+    """A task of two steps, or one, whose stages are loaded; the rest of memory is NaN."""
+
+    def __init__(self, tile, layout, page):
+        self.tile = tile
+        steps = min(tile.stages, 2)
+        tokens = (FIRST_STEP + steps) * STEP
+        self.lowest, self.highest, self.steps = FIRST_STEP * STEP + 37, tokens - 21, steps
+        generator = np.random.default_rng(page)
+        width = tile.dim * tile.element_bytes
+        self.keys, self.values = generator.integers(0, NAN, (2, tokens, width), np.uint8)
+        dtype = TYPES[tile.cache]
+        key_cache, value_cache = paging.new_caches(layout, tokens // page + 5, HEADS, page, tile.dim, dtype, "cpu")
+        for cache in (key_cache, value_cache):
+            cache.fill_(torch.full((tile.element_bytes,), NAN, dtype=torch.uint8).view(dtype).item())
+        kv = paging.viewed(layout, key_cache, value_cache)
+        order = generator.permutation(tokens // page + 5)
+        table = np.full(tokens // page, -(1 << 20), np.int32)
+        x = tile.tokens_of_piece
+        for token in range(self.lowest // x * x, self.highest):
+            table[token // page] = block = order[token // page]
+            in_page = token % page
+            kv.values[block, HEAD, in_page // kv.values.shape[3], in_page % kv.values.shape[3]] = torch.from_numpy(
+                self.values[token]
+            ).view(dtype)
+            if token >= self.lowest:
+                kv.keys[block, HEAD, in_page] = torch.from_numpy(self.keys[token]).view(dtype).view(kv.keys.shape[3:])
+        self.scales = generator.integers(1, 99, (tokens // page + 5, HEADS, page), np.int32)
+        self.scale_of = [
+            self.scales[table[t // page], HEAD, t % page] if self.lowest <= t < self.highest else 0
+            for t in range(tokens)
+        ]
+        self.memory = Memory(tile.places.size, [key_cache.numpy(), value_cache.numpy(), table, self.scales])
+        names = ("key_block", "key_head", "key_token", "key_chunk", "value_block", "value_head", "value_pitch")
+        self.data = SimpleNamespace(
+            keys=self.memory.address(0), values=self.memory.address(1), tables=self.memory.address(2), table_row=0,
+            page_bits=Int32(page.bit_length() - 1), keys_by_token=1, values_by_token=0,
+            key_scale=self.memory.address(3), key_scale_block=4 * HEADS * page, key_scale_head=4 * page,
+            key_scale_token=4, **dict(zip(names, map(Int64, cute_wgmma._cache_strides(kv)), strict=True)),
+        )  # fmt: skip
+        self.work = SimpleNamespace(
+            kv_head=HEAD, sequence=0, first_step=Int32(FIRST_STEP), steps=steps, lowest=Int32(self.lowest),
+            highest=Int32(self.highest),
+        )  # fmt: skip
+        code = code_of("cute_loads" if tile.in_bulk else "cute_pieces", self.memory.ptx)
+        load = code.produce if tile.in_bulk else code.produce_pieces
+        lanes.run(lambda warp, lane: load(tile, warp, lane, Int32(0), self.data, self.work), 128, 0, 1)
+
+    def stages(self):
+        """Stage, first token, and warpgroup of all that is multiplied."""
+        for i in range(self.steps):
+            for group in [i % 2] if self.tile.alternate else (0, 1):
+                yield i, (FIRST_STEP + i) * STEP, group
+
+    def products(self, function, *arguments):
+        """What a matrix instruction takes for A, ``[64-row half, K step, row, byte]`` made ``[row, byte]`` per half."""
+        self.memory.products.clear()
+        function(self.tile, *arguments, Int32(0))
+        return np.array(self.memory.products)
+
+    def is_seen(self, token):
+        return self.lowest <= token < self.highest
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_queries_are_the_other_operand_of_the_scores(dim, rows):
+    group, heads = 11, 2
+    tile = Tile("bf16", 128, rows, 1, dim=dim)
+    queries = np.random.default_rng(dim).integers(1, 2**15, (3, group * heads, dim), np.int16)
+    memory = Memory(tile.places.size, [queries])
+    data = SimpleNamespace(
+        query=memory.address(0), query_row=queries.strides[0], query_head=queries.strides[1], query_length=1,
+        group=group, per_group=np.float32(1 / group), softmax_scale=np.float32(0.5), back=Int32(1), ahead=Int32(1),
+    )  # fmt: skip
+    work = SimpleNamespace(sequence=2, kv_head=1, first_row=Int32(0), context=Int32(700))
+    load = code_of("cute_queries", memory.ptx).load_queries
+    lanes.run(lambda warp, lane: load(tile, Int32(warp * 32 + lane), Int32(0), data, work), 256, 0, 1)
+    places = tile.places
+    found = memory.shared[places.queries : places.queries + rows * dim * 2].view(np.int16)
+    by_row = found.reshape(dim // 8, rows, 8).transpose(1, 0, 2).reshape(rows, dim)
+    assert (by_row[:group] == queries[2, group:]).all()
+    scales = memory.shared[places.row_scales : places.row_scales + 4 * rows].view(np.float32)
+    assert (scales == 0.5).all()
+    bounds = memory.shared[places.bounds : places.bounds + 8 * rows].view(np.int32).reshape(rows, 2)
+    assert (bounds == (699, 700)).all()
+
+
+def tokens_of(tile, group):
+    """Tokens of a step that a warpgroup multiplies values of, in the order of its probabilities."""
+    return range(STEP) if tile.alternate else [16 * g + 8 * group + i for g in range(STEP // 16) for i in range(8)]
+
+
+def check_copies(loaded):
+    """Barriers, scales, and how copies meet memory; all before anything is multiplied."""
+    memory, tile = loaded.memory, loaded.tile
+    places = tile.places
+    full = [places.barriers + 8 * (tile.stages * which + i) for which in range(2) for i in range(loaded.steps)]
+    assert set(memory.expected) == set(full)
+    assert memory.arrived == memory.expected | ({} if tile.in_bulk else dict.fromkeys(full, 64))
+    if tile.token_scales:
+        for i in range(loaded.steps):
+            at = places.key_scales + i * STEP * 4
+            first = (FIRST_STEP + i) * STEP
+            assert memory.shared[at : at + STEP * 4].view(np.int32).tolist() == loaded.scale_of[first : first + STEP]
+    if tile.in_bulk:
+        return
+    pieces = [
+        [[copy for copy in memory.copies.get((warp, lane), []) if copy[0] < places.queries] for lane in range(32)]
+        for warp in range(4)
+    ]
+    stores = [[memory.stores.get((warp, lane), []) for lane in range(32)] for warp in range(4)]
+    assert any(any(of_warp) for of_warp in stores) == tile.turns_values
+    for at_once in itertools.chain(*(zip(*of_warp, strict=True) for of_warp in stores)):
+        for quarter in range(0, 32, 8):
+            assert len({shared // 16 % 8 for shared in at_once[quarter : quarter + 8]}) == 8
+    for of_warp in pieces:
+        for at_once in zip(*of_warp, strict=True):
+            for quarter in range(0, 32, 8):
+                # Once around the banks of shared memory.
+                assert len({shared // 16 % 8 for shared, _, _ in at_once[quarter : quarter + 8]}) == 8
+            if all(size == 16 for _, _, size in at_once):
+                read = {source for _, source, _ in at_once}
+                assert all(source ^ 16 in read for source in read)
+
+
+@pytest.mark.parametrize(("tile", "layout", "page"), tiles())
+def test_operands_are_the_keys_and_values_of_their_tokens(tile, layout, page):
+    loaded = Loaded(tile, layout, page)
+    check_copies(loaded)
+    ptx = loaded.memory.ptx
+    scores, values = code_of("cute_scores", ptx), code_of("cute_values", ptx)
+    zeros = [np.float32(0)] * (64 * tile.rows)
+    for stage, first_token, group in loaded.stages():
+        if tile.in_bulk and (first_token < loaded.lowest or first_token + STEP > loaded.highest):
+            for thread in range(128):
+                values.clear_values(
+                    tile, stage, Int32(first_token), group, Int32(thread), Int32(0), loaded.work
+                )  # fmt: skip
+        products = loaded.products(scores.score, zeros, zeros, zeros, stage, group)
+        halves = products.reshape(tile.halves, -1, 64, 32).transpose(0, 2, 1, 3).reshape(tile.halves, 64, -1)
+        for half, row in itertools.product(range(tile.halves), range(64)):
+            token = first_token + 16 * (row // 8) + 8 * (half if tile.alternate else group) + row % 8
+            if loaded.is_seen(token):
+                assert (halves[half, row] == loaded.keys[token]).all()
+            elif not tile.in_bulk:
+                assert not halves[half, row].any()
+        products = loaded.products(values.add_outputs, zeros, zeros, False, stage, group)
+        halves = products.reshape(tile.dim // 64, -1, 64, 32).transpose(0, 2, 1, 3)
+        by_token = halves.reshape(tile.dim, -1, tile.element_bytes)
+        for k, in_step in enumerate(tokens_of(tile, group)):
+            token = first_token + in_step
+            found = by_token[:, k].reshape(-1)
+            # What precedes the first token that is seen may stay as it is: it is the sequence's own.
+            assert loaded.is_seen(token) or not found.any() or token < loaded.lowest
+            if found.any():
+                assert (found == loaded.values[token]).all()
+            assert found.any() or not loaded.is_seen(token)

@@ -1,0 +1,127 @@
+"""What becomes of the outputs that threads of ``cute_wgmma`` hold, run as Python: which element ends up where."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvscout.ops.pa_decode.cute_tile import MATH_THREADS, REDUCE_FEW, REDUCE_THREADS
+from kvscout.ops.pa_decode.variants.cute_wgmma import VARIANT
+from tests.ops.mqa_logits import lanes
+from tests.ops.mqa_logits.lanes import Int32
+from tests.ops.pa_decode.device import Float32, Memory, code_of
+
+GROUP, HEADS, HEAD, SEQUENCE = 9, 2, 1, 1
+CAPACITY, SLOT = 12, 3
+
+TILES = [
+    program.spec
+    for program in VARIANT.programs()
+    if program.spec.blocks == 1 and program.spec.cache == "bf16" and program.spec.layout == "plain_v"
+]
+
+
+def expected(dim):
+    """``[GROUP, dim]``, each element another number, of those that float16 holds."""
+    return np.arange(dim)[None] + 256 * (np.arange(GROUP)[:, None] % 8)
+
+
+class Outputs:
+    """Outputs, their logarithms, the plan and partial results of one call."""
+
+    def __init__(self, tile, count):
+        self.output = np.full((2, GROUP * HEADS, tile.dim), np.nan, np.float16)
+        self.lse = np.full((2, GROUP * HEADS), np.nan, np.float32)
+        self.partials = np.full((HEADS, GROUP, CAPACITY, tile.dim), np.nan, np.float32)
+        self.stats = np.full((HEADS, GROUP, CAPACITY, 2), np.nan, np.float32)
+        plan = np.array([[0, 0], [SLOT, count]], np.int32)
+        self.memory = Memory(tile.places.size, [self.output, self.lse, self.partials, self.stats, plan])
+        at = self.memory.address
+        self.data = SimpleNamespace(
+            output=at(0), output_row=GROUP * HEADS * tile.dim * 2, output_head=tile.dim * 2, lse=at(1),
+            lse_row=GROUP * HEADS * 4, partial_out=at(2), partial_stats=at(3), reduce_info=at(4), sinks=0,
+            query_length=1, group=GROUP, per_group=np.float32(1 / GROUP), capacity=CAPACITY, is_float16=1,
+            num_sequences=2, rows_of_merge=4,
+        )  # fmt: skip
+
+    def merge_warpgroups(self, tile, partitions):
+        """Give every thread what the matrix unit would leave it of :func:`expected`, half of it to each warpgroup."""
+        merge = code_of("cute_outputs", self.memory.ptx).merge_warpgroups
+        wanted = np.zeros((tile.rows, tile.dim), np.float32)
+        wanted[:GROUP] = expected(tile.dim)
+        work = SimpleNamespace(first_row=Int32(0), kv_head=HEAD, sequence=SEQUENCE, slot=SLOT)
+        own = tile.own_columns
+
+        def one(warp, lane):
+            group, warp = warp >> 2, warp & 3
+            outputs = [None] * (tile.own_elements * own)
+            for column in range(own):
+                row = column // 2 * 8 + lane % 4 * 2 + column % 2
+                for half in range(tile.dim // 64):
+                    for second in range(2):
+                        element = 64 * half + 16 * warp + 8 * second + lane // 4
+                        outputs[(2 * half + second) * own + column] = Float32(wanted[row, element] / 2)
+            references, sums = [Float32(2)] * own, [Float32(1 / 64)] * own
+            merge(
+                tile, references, sums, outputs, Float32(1), partitions, group, Int32(warp), lane,
+                Int32(group * 128 + warp * 32 + lane), Int32(0), self.data, work,
+            )  # fmt: skip
+
+        lanes.run(one, MATH_THREADS, 0, 1)
+
+    def reduce(self, tile):
+        reduce = code_of("cute_reduce", self.memory.ptx).reduce_sequences
+
+        def one(warp, lane):
+            for first_row in range(2):
+                reduce(
+                    tile, Int32(warp * 32 + lane), Int32(0), Int32(SEQUENCE), 2, Int32(first_row), 2, HEAD, self.data
+                )  # fmt: skip
+
+        lanes.run(one, REDUCE_THREADS, 0, 1)
+
+    def check(self, dim):
+        rows = slice(HEAD * GROUP, (HEAD + 1) * GROUP)
+        assert np.array_equal(self.output[SEQUENCE, rows], expected(dim))
+        assert self.lse[SEQUENCE, rows] == pytest.approx(2, abs=1e-5)
+        # Nothing of another head or sequence.
+        assert np.isnan(self.output).sum() == self.output.size - GROUP * dim
+        assert np.isnan(self.lse).sum() == self.lse.size - GROUP
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_every_element_of_a_row_is_stored_in_its_place(tile):
+    outputs = Outputs(tile, 1)
+    outputs.merge_warpgroups(tile, 1)
+    outputs.check(tile.dim)
+
+
+# A partial result that is not there counts from the least float on.
+@pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
+@pytest.mark.parametrize(("dim", "count"), [(64, 2), (128, 2), (256, 2), (64, REDUCE_FEW + 1), (256, REDUCE_FEW + 1)])
+def test_partial_results_are_merged_as_they_were_stored(dim, count):
+    tile = next(tile for tile in TILES if tile.dim == dim)
+    outputs = Outputs(tile, count)
+    outputs.merge_warpgroups(tile, count)
+    mine = slice(SLOT, SLOT + 1)
+    assert np.isnan(outputs.partials).sum() == outputs.partials.size - GROUP * dim
+    # The others' partial results are the same.
+    for partial in (outputs.partials, outputs.stats):
+        partial[HEAD, :, SLOT : SLOT + count] = partial[HEAD, :, mine]
+    outputs.reduce(tile)
+    # Sums of weights are as many times as large.
+    outputs.lse -= np.log(np.float32(count))
+    outputs.check(dim)
+
+
+@pytest.mark.parametrize("dim", sorted({tile.dim for tile in TILES}))
+def test_an_empty_sequence_s_rows_are_cleared(dim):
+    tile = next(tile for tile in TILES if tile.dim == dim)
+    outputs = Outputs(tile, 0)
+    clear = code_of("cute_outputs", outputs.memory.ptx).clear_rows
+    for thread in range(128):
+        clear(tile, Int32(thread), SEQUENCE, HEAD, Int32(0), outputs.data)
+    rows = slice(HEAD * GROUP, (HEAD + 1) * GROUP)
+    assert not outputs.output[SEQUENCE, rows].any()
+    assert (outputs.lse[SEQUENCE, rows] == -np.inf).all()
+    assert np.isnan(outputs.output).sum() == outputs.output.size - GROUP * dim
