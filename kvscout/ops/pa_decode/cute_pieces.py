@@ -10,6 +10,8 @@ four bytes, and stores 16 bytes of tokens of each element, in an order that is i
 banks.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -168,7 +170,7 @@ def _turn_tokens(
         if must_wait != 0 and done == 0:
             ptx.barrier_wait(empty, phase)
         for q in cutlass.range_constexpr(words):
-            stored = [[], [], [], []]
+            stored: list[list[Any]] = [[], [], [], []]
             for i in cutlass.range_constexpr(0, 16, 4):
                 for pair in cutlass.range_constexpr(2):
                     first = ptx.permute_bytes(found[i][q], found[i + 1][q], picked[pair])
