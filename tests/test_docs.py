@@ -48,9 +48,12 @@ class TestGenerated:
     def test_nothing_is_out_of_date(self, generate):
         assert not [f"{page.name} is out of date; run: make docs" for page, _ in generate.stale()]
 
-    def test_every_part_is_in_the_readme_once(self, generate, root):
-        found = re.findall(r"<!-- begin generated: ([\w-]+) -->", (root / "README.md").read_text())
-        assert sorted(found) == sorted(generate.PARTS)
+    def test_every_part_is_in_the_readme_once_or_in_the_docs(self, generate, root):
+        found = {
+            page: re.findall(r"<!-- begin generated: ([\w-]+) -->", (root / page).read_text()) for page in generate.PAGES
+        }
+        assert {part for parts in found.values() for part in parts} == set(generate.PARTS)
+        assert sorted(found["README.md"]) == sorted(set(generate.PARTS) - {"gpu-matrix"})
 
     def test_the_readme_shows_a_whole_run_of_the_demo(self, generate):
         shown = generate.demo_output()
@@ -104,6 +107,44 @@ class TestMeasured:
         results("a", "2030-01-03T", "outcomes", ("a", "x", "passed"))
         folder = results("b", "2030-01-02T", "outcomes", ("a", "x", "failed"))
         assert generate.measured(folder) == {("a", "x"): ["GPU: 1 cases right (2030-01-03)"]}
+
+
+class TestGpuMatrix:
+    @pytest.fixture
+    def run_on(self, generate, tmp_path):
+        def of(*files):
+            for number, (time, key, status) in enumerate(files):
+                path = tmp_path / "gpu" / f"{number}.json"
+                path.parent.mkdir(exist_ok=True)
+                record = {"op": "a", "variant": "x", "status": status}
+                path.write_text(json.dumps({"time": time, "machine": {"arch": "gfx942"}, key: [record]}))
+            return generate.run_on(tmp_path).get(("a", "x", "gfx942"))
+
+        return of
+
+    @pytest.mark.parametrize(
+        ("files", "cell"),
+        [
+            ([("1", "outcomes", "passed")], "run"),
+            ([("1", "outcomes", "refused")], None),
+            ([("1", "measurements", "passed")], "measured"),
+            ([("2", "measurements", "passed"), ("1", "outcomes", "passed")], "measured"),
+            ([("1", "measurements", "passed"), ("2", "outcomes", "passed")], "measured"),
+            ([("1", "measurements", "passed"), ("2", "outcomes", "failed")], "WRONG"),
+            ([("1", "outcomes", "failed"), ("2", "outcomes", "passed")], "run"),
+            ([("1", "outcomes", "failed"), ("2", "measurements", "passed")], "WRONG"),
+        ],
+    )
+    def test_what_result_files_say(self, run_on, files, cell):
+        assert run_on(*files) == cell
+
+    def test_every_cell_says_what_is_known(self, generate):
+        lines = generate.gpu_matrix().splitlines()[2:]
+        cells = {tuple(cell.strip(" `") for cell in line.strip("|").split("|")[:2]): line for line in lines}
+        assert cells["mqa_logits", "triton_staged"].count("| compiled ") == 6
+        assert cells["mqa_logits", "cute_wgmma"].count("| refused ") == 6
+        assert "| measured " in cells["mqa_logits", "cute_wgmma"]
+        assert not [name for _, name in cells if name.startswith("torch_")]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measured-facts.md", "docs/porting.md"])

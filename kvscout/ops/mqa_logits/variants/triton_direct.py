@@ -54,7 +54,8 @@ def _default_config(problem: Problem) -> Config:
             # A second stage spills.
             return Config(block_kv=32, num_warps=8, num_stages=1)
         # Compiled, not timed: WAVES_PER_SIMD fit, which 128 keys' shared memory or a third stage's registers prevent.
-        return Config(block_kv=64, num_warps=8 if is_wide or is_widened or problem.num_heads > 64 else 4, num_stages=2)
+        many = problem.num_heads > 64
+        return Config(32 if is_wide and not many else 64, 8 if is_wide or is_widened or many else 4, num_stages=2)
     if is_wide and (is_widened or shared_bytes(problem.arch) < LARGE_SHARED_BYTES):
         # float16 operands are twice as wide: anything else spills on sm_80. Nor do more keys of 512 fit on sm_89.
         return Config(block_kv=32, num_warps=8, num_stages=2)
