@@ -111,57 +111,65 @@ EXHAUSTIVE: Sequence[Case] = tuple(_more())
 """Every size that decides a config, which only the tests that are marked so compile."""
 
 
-def serving(case: Case, arch: str) -> Iterator[tuple[Variant, Any, Any]]:
-    """The Triton variants that serve a case on ``arch``, each with the problem there and the prepared case.
+def serving(case: Case, problem: Any, arch: str) -> Iterator[tuple[Variant, Any]]:
+    """The Triton variants that serve a case's problem on ``arch``, each with the problem there.
 
     Scores of e4m3fnuz are left to gfx942: other GPUs refuse it or multiply it as float16, and nobody has it there.
     """
-    prepared = _prepared(case)
-    problem = replace(prepared.problem, arch=arch)
+    problem = replace(problem, arch=arch)
     if case.op == "mqa_logits" and problem.fnuz and arch != "gfx942":
         return
     of_op = family(case.op)
     for name in of_op.names:
         if name.startswith("triton_") and of_op.refusal(name, problem) is None:
-            yield of_op.load(name), problem, prepared  # type: ignore[misc]
-
-
-# Inputs are never read.
-@functools.lru_cache(maxsize=1)
-def _prepared(case: Case) -> Any:
-    return case.prepare(torch.device("cpu"))
+            variant = of_op.load(name)
+            assert isinstance(variant, Variant)
+            yield variant, problem
 
 
 def compiled() -> set[tuple[str, str, str]]:
     """Every op, variant and architecture that :data:`CASES` have compiled for."""
-    return {(case.op, variant.name, arch) for case in CASES for arch in ARCHS for variant, _, _ in serving(case, arch)}
+    problems = [(case, case.prepare(torch.device("cpu")).problem) for case in CASES]
+    return {
+        (case.op, variant.name, arch)
+        for case, problem in problems
+        for arch in ARCHS
+        for variant, _ in serving(case, problem, arch)
+    }
 
 
-def compile_all(archs: Sequence[str], cases: Sequence[Case] = CASES) -> Iterator[dict[str, Any]]:
-    """Compile default configs, and say of each kernel what came out; Triton must not be in its interpreter mode."""
+def compile_all(archs: Sequence[str], cases: Sequence[Case], every_config: bool = False) -> Iterator[dict[str, Any]]:
+    """Compile default configs, or every one, and say of each kernel what came out.
+
+    Triton must not be in its interpreter mode.
+    """
     import triton
 
     from .compiled import compile_launch
 
     for case in cases:
+        prepared = case.prepare(torch.device("cpu"))
         for arch in archs:
-            for variant, problem, prepared in serving(case, arch):
-                config = variant.default_config(problem)
-                launch = compile_launch(prepared, Choice(variant, config), arch)
-                for kernel in launch.kernels:
-                    numbers = asdict(kernel)
-                    text = numbers.pop("sass")
-                    found = {word: _count(getattr(ARCHS[arch], word), text) for word in ("e4m3", "half", "relu")}
-                    yield numbers | found | {
+            for variant, problem in serving(case, prepared.problem, arch):
+                configs = variant.configs(problem)
+                for config in configs if every_config else configs[:1]:
+                    launch = compile_launch(prepared, Choice(variant, config), arch)
+                    of_launch = {
                         "op": case.op,
                         "variant": variant.name,
                         "arch": arch,
                         "case": case.name,
                         "config": str(config),
+                        "default": config == configs[0],
                         "triton": triton.__version__,
                         "kernels": len(launch.kernels),
                         "torch_ops": launch.torch_ops,
                     }
+                    for kernel in launch.kernels:
+                        numbers = asdict(kernel)
+                        text = numbers.pop("sass")
+                        found = {word: _count(getattr(ARCHS[arch], word), text) for word in ("e4m3", "half", "relu")}
+                        yield of_launch | numbers | found
 
 
 def _count(instruction: str | None, text: str) -> int:

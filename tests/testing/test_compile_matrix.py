@@ -22,8 +22,11 @@ pytestmark = pytest.mark.slow
 COMPILE = """
 import json, sys
 from kvscout.testing import compile_matrix
-cases = getattr(compile_matrix, sys.argv[1])
-print(json.dumps(list(compile_matrix.compile_all(sys.argv[2:], cases))))
+kind, *archs = sys.argv[1:]
+rows = [*compile_matrix.compile_all(archs, getattr(compile_matrix, kind))]
+if kind == "EXHAUSTIVE":
+    rows += compile_matrix.compile_all(archs, compile_matrix.CASES, every_config=True)
+print(json.dumps(rows))
 """
 
 GROUPS = {
@@ -82,13 +85,14 @@ def compiled(run_python, root):
 class TestCompiled:
     def test_nothing_spills_and_everything_fits(self, compiled, kind, arch):
         for row in compiled(kind, arch):
-            assert row["stack"] == 0, row
             assert row["shared"] <= SHARED_BYTES[arch], row
+            # Others than the default configs were made for Hopper.
+            assert row["stack"] == 0 or not (row["default"] or arch == "sm_90"), row
 
     def test_simds_have_room_for_a_second_wave(self, compiled, kind, arch):
         """``WAVES_PER_SIMD``, as the configs say; on NVIDIA GPUs copies run beside the program that waits for them."""
         for row in compiled(kind, arch):
-            if arch.startswith("gfx"):
+            if arch.startswith("gfx") and row["default"]:
                 # As triton_tile says of this head dimension.
                 is_wide = row["op"] == "pa_decode" and "-d512-" in row["case"] and arch != "gfx1250"
                 assert row["waves"] >= (1 if is_wide else 2), row

@@ -18,7 +18,7 @@ KEYS = torch.where(EVERY.view(fp8.FN).float().isnan(), 0, EVERY)
 
 
 def call(layout):
-    """16 sequences of one token: its key begins with 16 bytes, of which each head reads one, its values are 64 bytes."""
+    """16 sequences of one token: its key begins with 16 bytes, one for each head to read, its values are 64 bytes."""
     keys = torch.zeros(16, 1, PAGE, DIM, dtype=torch.uint8)
     keys[:, 0, 0, :16] = KEYS.view(16, 16)
     values = torch.full((16, 1, PAGE, DIM), 0x7F, dtype=torch.uint8)

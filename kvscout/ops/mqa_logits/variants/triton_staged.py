@@ -125,7 +125,7 @@ def _kernel(
         head = column % HEADS
         column_row = (block * ROWS + column // HEADS).to(tl.int64)
         is_column = column_row < num_rows
-        # [DIM, ROWS * HEADS]
+        # With DIM along K, a column for each row and head.
         queries = load_operand(q, column_row * q_row + head * q_head, is_column, DIM, True, WAY, FNUZ, INTERPRETED)
         weight = load_weights(
             weights, q_scale, column_row * w_row + head, column_row * qs_row + head, is_column, HAS_Q_SCALE, WAY
