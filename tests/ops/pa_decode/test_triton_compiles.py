@@ -9,6 +9,9 @@ import pytest
 
 from kvscout.device import SHARED_BYTES
 
+# Two workers would compile everything twice.
+pytestmark = pytest.mark.xdist_group("compile pa_decode")
+
 # One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
 COMPILE = """
 import json, torch

@@ -7,6 +7,9 @@ import json
 
 import pytest
 
+# Two workers would compile everything twice.
+pytestmark = pytest.mark.xdist_group("compile selection_gather")
+
 # One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
 COMPILE = """
 import json, re, torch

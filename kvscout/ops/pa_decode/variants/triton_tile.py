@@ -108,6 +108,9 @@ def _tile(problem: Problem) -> Config:
         return Config(32 if is_e4m3 and problem.rows_per_head > 16 else 64, 32, 4, 2)
     if problem.head_dim > 256:
         return Config(32, 16, 8, 3)
+    if problem.head_dim > 128 and problem.arch == "sm_100":
+        # Compiled for Blackwell, four warps spill.
+        return Config(32, 16, 8, 3)
     if problem.head_dim > 128:
         return Config(32, 16, 4, 4 if is_e4m3 else 3)
     # Up to 32 rows are multiplied by instructions that take keys and values through registers. More than that are
