@@ -8,6 +8,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+GFX1250 := $(VENV)/gfx1250
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -20,7 +21,7 @@ help: ## list the commands
 demo: $(READY) ## score, select and attend over a text (ARGS="FILE ...": arguments of kvscout demo)
 	@$(BIN)/python -m kvscout demo $(ARGS)
 
-test: $(READY) ## run the test suite (ARGS="-k topk ...": arguments of pytest; WORKERS=0: one process)
+test: $(READY) $(GFX1250)/.ready ## run the test suite (ARGS="-k topk ...": arguments of pytest; WORKERS=0: one process)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(READY) ## check style and types
@@ -33,7 +34,7 @@ docs: $(READY) ## write the generated parts of README.md and docs/
 demo-output: $(READY) ## run the demo and put its output into README.md
 	@$(BIN)/python docs/generate.py --demo
 
-setup: $(READY) ## make or update the environment
+setup: $(READY) $(GFX1250)/.ready ## make or update the environment
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
@@ -55,4 +56,11 @@ $(READY): pyproject.toml requirements/constraints.txt requirements/triton.txt
 	@$(PIP) install --constraint requirements/constraints.txt torch numpy
 	@$(BIN)/python -c "$$TORCH_BRINGS_TRITON" || $(PIP) install --no-deps --requirement requirements/triton.txt
 	@$(PIP) install --constraint requirements/constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Another Triton, which nothing imports unless its folder is put first.
+$(GFX1250)/.ready: requirements/triton-gfx1250.txt | $(READY)
+	@echo "Installing another Triton into $(GFX1250) (once; 286 MB), for the tests that compile for gfx1250" >&2
+	@rm -rf $(GFX1250)
+	@$(PIP) install --no-deps --no-compile --target $(GFX1250) --requirement $<
 	@touch $@

@@ -29,8 +29,8 @@ from kvscout.cli.timed_cases import PRESETS
 from kvscout.reports import charts, drawing, results, tables
 from kvscout.reports.charts import Chart
 from kvscout.reports.tables import table
-from kvscout.testing import shapes_csv
-from kvscout.testing.case import ops
+from kvscout.testing import compile_matrix, shapes_csv
+from kvscout.testing.case import family, ops
 
 PAGES = ("README.md", "docs/performance.md", "docs/shapes-csv.md", "docs/support-matrix.md")
 FIGURES = ROOT / "docs" / "figures"
@@ -57,6 +57,39 @@ def support_matrix() -> str:
             found = "; ".join(figures.get((op, name), [])) or "-"
             rows.append([f"`{op}`", f"`{name}`", RUNS_ON[name.partition("_")[0]], summary, found])
     return table(("op", "variant", "written for", "what it does", "measured"), rows)
+
+
+def gpu_matrix() -> str:
+    """What is known of every variant that has kernels of its own, on every architecture."""
+    archs, ran, compiled = compile_matrix.ARCHS, run_on(RESULTS), compile_matrix.compiled()
+    rows = []
+    for op, variants in collect()["ops"].items():
+        for name in (variant["name"] for variant in variants if not variant["name"].startswith("torch_")):
+            cells = []
+            for arch in archs:
+                if family(op).unavailable(name, arch) is not None and ran.get((op, name, arch)) is None:
+                    cells.append("refused")
+                else:
+                    cells.append(ran.get((op, name, arch)) or ("compiled" if (op, name, arch) in compiled else "-"))
+            rows.append([f"`{op}`", f"`{name}`", *cells])
+    return table(("op", "variant", *(f"{arch} ({of.gpus})" for arch, of in archs.items())), rows)
+
+
+def run_on(results: Path) -> dict[tuple[str, str, str], str]:
+    """What result files say of an op's variant on an architecture: "measured", "run", or "WRONG"."""
+    found: dict[tuple[str, str, str], str] = {}
+    for content in sorted((json.loads(path.read_text()) for path in results.glob("*/*.json")), key=_time_of):
+        arch = content["machine"]["arch"]
+        for (op, variant), statuses in _statuses(content, "outcomes").items():
+            if "failed" in statuses:
+                found[op, variant, arch] = "WRONG"
+            elif "passed" in statuses and found.get((op, variant, arch)) != "measured":
+                found[op, variant, arch] = "run"
+        for (op, variant), statuses in _statuses(content, "measurements").items():
+            # Only what was right is timed.
+            if "passed" in statuses and found.get((op, variant, arch)) != "WRONG":
+                found[op, variant, arch] = "measured"
+    return found
 
 
 def measured(results: Path) -> dict[tuple[str, str], list[str]]:
@@ -182,6 +215,7 @@ PARTS = {
     "performance": performance,
     "shapes-columns": shapes_columns,
     "support-matrix": support_matrix,
+    "gpu-matrix": gpu_matrix,
     "public-names": public_names,
     "commands": command_table,
     "settings": settings,

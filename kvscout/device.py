@@ -57,6 +57,22 @@ NUM_SMS = {
 }
 """Streaming multiprocessors (compute units on AMD) of the GPU that an architecture is usually served on."""
 
+SHARED_BYTES = {
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_87": 163 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_103": 227 << 10,
+    "sm_120": 99 << 10,
+    "sm_121": 99 << 10,
+    "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
+    "gfx1250": 320 << 10,
+}
+"""Shared memory (LDS on AMD) that one program can have: CUDA's programming guide and LLVM's table, 2026-11."""
+
 # Streaming multiprocessors assumed for plans that are made where there is no GPU (tests, CPU runs): an H200's.
 DEFAULT_NUM_SMS = 132
 
@@ -99,6 +115,11 @@ def arch_of(device: torch.device) -> str:
     if device.type != "cuda":
         return _stand_in.arch if _stand_in is not None and device.type == "meta" else device.type
     return _arch_of_index(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def shared_bytes(arch: str) -> int:
+    """Bytes of shared memory that one program can have on ``arch``; the least of all where it is not known."""
+    return SHARED_BYTES.get(arch, min(SHARED_BYTES.values()))
 
 
 @functools.cache

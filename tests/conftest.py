@@ -33,7 +33,11 @@ settings.register_profile("kvscout", deadline=None, derandomize=True, max_exampl
 settings.load_profile("kvscout")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "exhaustive" not in config.option.markexpr:
+        kept = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

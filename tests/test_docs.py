@@ -189,6 +189,44 @@ class TestMeasured:
         assert generate.measured(folder) == {("a", "x"): ["GPU: 1 cases right (2030-01-03)"]}
 
 
+class TestGpuMatrix:
+    @pytest.fixture
+    def run_on(self, generate, tmp_path):
+        def of(*files):
+            for number, (time, key, status) in enumerate(files):
+                path = tmp_path / "gpu" / f"{number}.json"
+                path.parent.mkdir(exist_ok=True)
+                record = {"op": "a", "variant": "x", "status": status}
+                path.write_text(json.dumps({"time": time, "machine": {"arch": "gfx942"}, key: [record]}))
+            return generate.run_on(tmp_path).get(("a", "x", "gfx942"))
+
+        return of
+
+    @pytest.mark.parametrize(
+        ("files", "cell"),
+        [
+            ([("1", "outcomes", "passed")], "run"),
+            ([("1", "outcomes", "refused")], None),
+            ([("1", "measurements", "passed")], "measured"),
+            ([("2", "measurements", "passed"), ("1", "outcomes", "passed")], "measured"),
+            ([("1", "measurements", "passed"), ("2", "outcomes", "passed")], "measured"),
+            ([("1", "measurements", "passed"), ("2", "outcomes", "failed")], "WRONG"),
+            ([("1", "outcomes", "failed"), ("2", "outcomes", "passed")], "run"),
+            ([("1", "outcomes", "failed"), ("2", "measurements", "passed")], "WRONG"),
+        ],
+    )
+    def test_what_result_files_say(self, run_on, files, cell):
+        assert run_on(*files) == cell
+
+    def test_every_cell_says_what_is_known(self, generate):
+        lines = generate.gpu_matrix().splitlines()[2:]
+        cells = {tuple(cell.strip(" `") for cell in line.strip("|").split("|")[:2]): line for line in lines}
+        assert cells["mqa_logits", "triton_staged"].count("| compiled ") == 6
+        assert cells["mqa_logits", "cute_wgmma"].count("| refused ") == 6
+        assert "| measured " in cells["mqa_logits", "cute_wgmma"]
+        assert not [name for _, name in cells if name.startswith("torch_")]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/measured-facts.md", "docs/porting.md"])
 def test_python_blocks_run(page, root, run_python):
     blocks = fenced((root / page).read_text(), "python")

@@ -12,6 +12,12 @@ from .. import env, fp8
 INTERPRET = env.triton_interpret()
 """Whether kernels run in Triton's CPU interpreter, whose bf16 arithmetic and ``tl.dot`` give wrong numbers."""
 
+WAVES_PER_SIMD = 2
+"""Waves that the configs for AMD GPUs leave room for on each SIMD, in registers and in shared memory.
+
+What Triton copies there goes through registers, for the most part: what hides one wave's wait is another wave.
+"""
+
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):

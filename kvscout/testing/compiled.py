@@ -20,17 +20,24 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ..device import shared_bytes
 from ..kernels.triton_store import AbsentGpu
 from ..variants import Choice
 from .case import Prepared
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1250": GPUTarget("hip", "gfx1250", 32),
 }
 """Architectures that kernels can be compiled for, by the name that :func:`kvscout.device.arch_of` gives them."""
+
+SIMDS = 4
+"""SIMDs that a program's waves are spread over, on every AMD GPU of these."""
 
 
 @contextmanager
@@ -62,9 +69,10 @@ class Resources:
     Attributes:
         name: the kernel's name.
         registers: 32-bit registers a thread; vector registers on AMD.
-        stack: bytes of stack and spills a thread; of vector registers spilled on AMD.
-        shared: bytes of static shared memory.
+        stack: bytes of stack and spills a thread.
+        shared: bytes of shared memory.
         sass: machine code as text; the assembly on AMD.
+        waves: waves of which a SIMD of an AMD GPU has room for the registers and the shared memory; 0 on others.
     """
 
     name: str
@@ -72,6 +80,7 @@ class Resources:
     stack: int
     shared: int
     sass: str
+    waves: int = 0
 
     def count(self, instruction: str) -> int:
         """How many instructions start with ``instruction``: the rest of a name follows a dot, or nothing does."""
@@ -81,14 +90,29 @@ class Resources:
 def resources(kernel: Any) -> Resources:
     """Registers, stack and machine code of a compiled kernel."""
     if "amdgcn" in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        registers, spills = (int(re.findall(rf"\.{n}:\s+(\d+)", text)[0]) for n in ("vgpr_count", "vgpr_spill_count"))
-        return Resources(kernel.metadata.name, registers, 4 * spills, kernel.metadata.shared, text)
+        return _amd_resources(kernel.metadata, kernel.asm["amdgcn"])
     text = disassembly(kernel.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump printed no resource usage for {kernel.metadata.name}")
     return Resources(kernel.metadata.name, int(found[1]), int(found[2]), kernel.metadata.shared, text)
+
+
+def _amd_resources(metadata: Any, text: str) -> Resources:
+    registers, private = (_number(rf"\.{name}:", text) for name in ("vgpr_count", "private_segment_fixed_size"))
+    # Some is set aside for what is then kept in registers; what counts is whether it is used.
+    stack = private if re.search(r"\sscratch_(load|store)_", text) else 0
+    programs = shared_bytes(metadata.target.arch) // max(metadata.shared, 1)
+    waves = min(_number("; Occupancy:", text), programs * metadata.num_warps // SIMDS)
+    return Resources(metadata.name, registers, stack, metadata.shared, text, waves)
+
+
+def _number(after: str, text: str) -> int:
+    """The first number that follows a label in the assembly."""
+    found = re.search(rf"{after}\s+(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"the assembly has no {after!r}")
+    return int(found[1])
 
 
 def disassembly(cubin: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Device code that the Triton variants of ``mqa_logits`` share: windows, the -inf fill, and the split of the keys."""
+"""What the Triton variants of ``mqa_logits`` share: how e4m3 is multiplied, windows, the -inf fill, the keys' split."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 
 from ... import device, fp8
-from ...kernels.triton import e4m3_to_float16, has_native_e4m3
-from .api import Problem
+from ...kernels.triton import INTERPRET, e4m3_to_float16, has_native_e4m3
+from .api import Args, Problem
+
+NATIVE, WIDENED, HALVED = "native", "widened", "halved"
+"""How e4m3 is multiplied: as it is; by way of float16, which holds it exactly; as e4m3fnuz of half its value."""
 
 # Programs to start per multiprocessor, so that causal rows of unequal length even out.
 PROGRAMS_PER_SM = 8
@@ -18,8 +21,6 @@ def fp8_refusal(problem: Problem) -> str | None:
     """Why a Triton variant cannot multiply this e4m3 format on this architecture."""
     if problem.fnuz and problem.arch.startswith("sm_"):
         return "NVIDIA GPUs have no e4m3fnuz arithmetic; quantise to float8_e4m3fn"
-    if not problem.fnuz and problem.arch == "gfx942":
-        return "gfx942 multiplies e4m3fnuz only; quantise to float8_e4m3fnuz"
     return None
 
 
@@ -33,23 +34,100 @@ def tiles_per_program(gpu: torch.device, row_blocks: int, num_keys: int, block_k
     return max(-(-tiles // splits), min(least, tiles))
 
 
-def is_native(problem: Problem) -> bool:
-    """Whether this e4m3 format is multiplied as it is; otherwise, by way of float16, which holds it exactly."""
-    return has_native_e4m3(problem.arch, fp8.FNUZ if problem.fnuz else fp8.FN)
+def e4m3_way(problem: Problem) -> str:
+    """How a problem's e4m3 format is multiplied on its architecture."""
+    if has_native_e4m3(problem.arch, fp8.FNUZ if problem.fnuz else fp8.FN):
+        return NATIVE
+    return HALVED if problem.arch == "gfx942" else WIDENED
+
+
+def e4m3_arguments(problem: Problem, args: Args) -> tuple[list[torch.Tensor | int], dict[str, object]]:
+    """Queries, keys and their strides (by row and head, by key) as a kernel takes them, and its constexprs for them."""
+    q, k, way = args.q, args.k, e4m3_way(problem)
+    strides = [q.stride(0), q.stride(1), k.stride(0)]
+    if way == HALVED:
+        # Every row starts on a 16-byte boundary; the stride of a dimension of size 1 is never used.
+        strides = [stride // 4 for stride in strides]
+    if way != NATIVE:
+        q, k = q.view(torch.uint8), k.view(torch.uint8)
+    return [q, k, *strides], {"WAY": way, "FNUZ": problem.fnuz, "INTERPRETED": INTERPRET}
 
 
 @triton.jit
-def operand(x, NATIVE: tl.constexpr, FNUZ: tl.constexpr):
-    """e4m3 elements, or their bytes, as something to multiply."""
-    if not NATIVE:
-        x = e4m3_to_float16(x, FNUZ)
+def _fn_to_fnuz(word):
+    """Four bytes of e4m3fn in a uint32, as e4m3fnuz bytes of half their value.
+
+    e4m3fnuz has the same bytes for half of each number, but 0x80, the negative zero of e4m3fn, is its one NaN.
+    """
+    magnitude = word & 0x7F7F7F7F
+    # Sums of bytes reach 0xFE at most, so none carries into its neighbour; bit 7 of each says what it was.
+    number = word & ((magnitude + 0x7F7F7F7F) | 0x7F7F7F7F)
+    is_nan = (magnitude + 0x01010101) & 0x80808080
+    cleared = is_nan - (is_nan >> 7)
+    return ((number | cleared) ^ cleared) | is_nan
+
+
+@triton.jit
+def _bytes_of(word):
+    """The bytes of uint32 ``[rows, words]``, lowest first: uint8 ``[rows, 4 * words]``."""
+    even = tl.join(word.to(tl.uint8), (word >> 16).to(tl.uint8))
+    odd = tl.join((word >> 8).to(tl.uint8), (word >> 24).to(tl.uint8))
+    return tl.reshape(tl.join(even, odd), (word.shape[0], 4 * word.shape[1]))
+
+
+@triton.jit
+def load_operand(elements, row, is_row, DIM: tl.constexpr, TRANSPOSED: tl.constexpr,
+                 WAY: tl.constexpr, FNUZ: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """Rows of e4m3 elements, or of their bytes, as something to multiply: ``[rows, DIM]``, or ``[DIM, rows]``.
+
+    ``row`` is where each starts, in elements, or, where they are halved, in fours of them.
+    """
+    if WAY == "halved":
+        words = elements.to(tl.pointer_type(tl.int32)) + row[:, None] + tl.arange(0, DIM // 4)[None, :]
+        word = tl.load(words, mask=is_row[:, None], other=0).to(tl.uint32, bitcast=True)
+        x = _bytes_of(_fn_to_fnuz(word))
+        if INTERPRETED:
+            x = e4m3_to_float16(x, True)
+        else:
+            x = x.to(tl.float8e4b8, bitcast=True)
+        if TRANSPOSED:
+            x = tl.trans(x)
+    else:
+        dim = tl.arange(0, DIM)
+        if TRANSPOSED:
+            x = tl.load(elements + row[None, :] + dim[:, None], mask=is_row[None, :], other=0.0)
+        else:
+            x = tl.load(elements + row[:, None] + dim[None, :], mask=is_row[:, None], other=0.0)
+        if WAY == "widened":
+            x = e4m3_to_float16(x, FNUZ)
     return x
 
 
 @triton.jit
-def relu(x):
+def load_weights(weights, q_scale, w_at, qs_at, is_weight, HAS_Q_SCALE: tl.constexpr, WAY: tl.constexpr):
+    """A row's weights, by which its dot products are multiplied, with all else that is a factor of each head."""
+    weight = tl.load(weights + w_at, mask=is_weight, other=0.0)
+    if HAS_Q_SCALE:
+        weight *= tl.load(q_scale + qs_at, mask=is_weight, other=0.0)
+    if WAY == "halved":
+        # Both factors of a product are half of what they stand for.
+        weight *= 4.0
+    return weight
+
+
+def relu_selects(problem: Problem) -> bool:
+    """Whether :func:`relu` had better select: gfx942 has no maximum that keeps NaN, and makes it of four."""
+    return problem.arch == "gfx942"
+
+
+@triton.jit
+def relu(x, SELECTS: tl.constexpr):
     """``max(x, 0)``; NaN stays NaN."""
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if SELECTS:
+        x = tl.where(x < 0.0, 0.0, x)
+    else:
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return x
 
 
 @triton.jit

@@ -163,11 +163,13 @@ def merge(problem: Problem, args: Args, partial_out: torch.Tensor, partial_stats
     padded_dim = triton.next_power_of_2(problem.head_dim)
     output, lse = args.output, args.lse
     dependent, option = dependent_launch(problem.arch)
+    # Compiled for Blackwell, four warps spill; the number of warps does not change a bit.
+    warps = 8 if problem.arch == "sm_100" and problem.head_dim > 256 else 4
     _merge_kernel[(programs,)](
         output, lse, partial_out, partial_stats, args.reduce_info, args.sinks,
         output.stride(0), output.stride(1), 0 if lse is None else lse.stride(0),
         KV_HEADS=problem.num_kv_heads, GROUP=problem.group, QUERY_LENGTH=problem.query_length,
         DIM=problem.head_dim, PADDED_DIM=padded_dim, BLOCK_ROWS=block_rows, LANES=MERGE_BLOCK // padded_dim,
         HAS_SINKS=problem.has_sinks, HAS_LSE=problem.has_lse, DEPENDENT=dependent, UPCAST=INTERPRET,
-        num_warps=4, **option,
+        num_warps=warps, **option,
     )  # fmt: skip

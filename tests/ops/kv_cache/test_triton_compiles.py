@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+# Two workers would compile everything twice.
+pytestmark = pytest.mark.xdist_group("compile kv_cache")
+
 # One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
 COMPILE = """
 import json, sys, torch

@@ -1,8 +1,14 @@
-"""What the Triton variant of ``gather_tokens`` puts on GPUs, compiled on a machine that need not have one."""
+"""What the Triton variant of ``gather_tokens`` puts on GPUs, compiled on a machine that need not have one.
+
+What holds of every variant and architecture is for ``tests/testing/test_compile_matrix.py``.
+"""
 
 import json
 
 import pytest
+
+# Two workers would compile everything twice.
+pytestmark = pytest.mark.xdist_group("compile selection_gather")
 
 # One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
 COMPILE = """
@@ -26,15 +32,14 @@ CASES.append(SelectionGatherCase(2, 300, 2, 128, 16, owners="given", ends=True, 
 found = []
 for number, case in enumerate(CASES):
     prepared = case.prepare(torch.device("cpu"))
-    for arch, configs in (("sm_80", slice(1)), ("sm_90", slice(None if number % 4 == 1 else 1))):
-        for config in VARIANT.configs(replace(prepared.problem, arch=arch))[configs]:
-            launch = compile_launch(prepared, Choice(VARIANT, config), arch)
-            for kernel in launch.kernels:
-                numbers = {word: getattr(kernel, word) for word in ("name", "registers", "stack", "shared")}
-                vectors = {word: len(re.findall(word + r"\\.E\\.128", kernel.sass)) for word in ("LDG", "STG")}
-                found.append(numbers | vectors | {"arch": arch, "case": case.name, "config": str(config),
-                             "pool": case.pool, "layout": case.layout, "kernels": len(launch.kernels),
-                             "torch_ops": launch.torch_ops})
+    configs = VARIANT.configs(replace(prepared.problem, arch="sm_90"))
+    for config in configs if number % 4 == 1 else configs[:1]:
+        launch = compile_launch(prepared, Choice(VARIANT, config), "sm_90")
+        for kernel in launch.kernels:
+            numbers = {word: getattr(kernel, word) for word in ("name", "registers", "stack", "shared")}
+            vectors = {word: len(re.findall(word + r"\\.E\\.128", kernel.sass)) for word in ("LDG", "STG")}
+            found.append(numbers | vectors | {"case": case.name, "config": str(config), "pool": case.pool,
+                         "layout": case.layout, "kernels": len(launch.kernels), "torch_ops": launch.torch_ops})
 
 api.arch_of = lambda device: "sm_90"
 int32 = {"dtype": torch.int32}
@@ -54,7 +59,7 @@ def compiled(run_python):
 @pytest.mark.slow
 def test_two_kernels_that_do_not_spill(compiled):
     kernels = compiled[0]
-    assert {row["arch"] for row in kernels} == {"sm_80", "sm_90"}
+    assert kernels
     for row in kernels:
         assert row["kernels"] == 2, row
         # The slots, which the first kernel hands to the second.

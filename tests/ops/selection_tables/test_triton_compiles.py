@@ -1,8 +1,14 @@
-"""What the Triton variant of ``tables_of_blocks`` puts on GPUs, compiled on a machine that need not have one."""
+"""What the Triton variant of ``tables_of_blocks`` puts on GPUs, compiled on a machine that need not have one.
+
+What holds of every variant and architecture is for ``tests/testing/test_compile_matrix.py``.
+"""
 
 import json
 
 import pytest
+
+# Two workers would compile everything twice.
+pytestmark = pytest.mark.xdist_group("compile selection_tables")
 
 # One process compiles everything: Triton must not be in interpreter mode, and importing torch takes seconds.
 COMPILE = """
@@ -22,13 +28,12 @@ CASES += [SelectionTablesCase(2, 500, 96, 32, 2, 100, owners=owners, ends=True, 
 found = []
 for case in CASES:
     prepared = case.prepare(torch.device("cpu"))
-    for arch, configs in (("sm_80", slice(1)), ("sm_90", slice(None))):
-        for config in VARIANT.configs(replace(prepared.problem, arch=arch))[configs]:
-            launch = compile_launch(prepared, Choice(VARIANT, config), arch)
-            for kernel in launch.kernels:
-                numbers = {word: getattr(kernel, word) for word in ("registers", "stack", "shared")}
-                found.append(numbers | {"arch": arch, "case": case.name, "config": str(config),
-                             "kernels": len(launch.kernels), "torch_ops": launch.torch_ops})
+    for config in VARIANT.configs(replace(prepared.problem, arch="sm_90")):
+        launch = compile_launch(prepared, Choice(VARIANT, config), "sm_90")
+        for kernel in launch.kernels:
+            numbers = {word: getattr(kernel, word) for word in ("registers", "stack", "shared")}
+            found.append(numbers | {"case": case.name, "config": str(config),
+                         "kernels": len(launch.kernels), "torch_ops": launch.torch_ops})
 
 api.arch_of = lambda device: "sm_90"
 int32 = {"dtype": torch.int32}
@@ -47,7 +52,7 @@ def compiled(run_python):
 @pytest.mark.slow
 def test_one_kernel_that_does_not_spill(compiled):
     kernels = compiled[0]
-    assert {row["arch"] for row in kernels} == {"sm_80", "sm_90"}
+    assert kernels
     for row in kernels:
         assert row["kernels"] == 1, row
         assert row["torch_ops"] == [], row

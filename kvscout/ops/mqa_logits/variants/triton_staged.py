@@ -18,17 +18,29 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ....kernels.triton import e4m3_operand
+from ....device import shared_bytes
 from ....variants import Variant
 from ..api import Args, Problem
-from ..triton_parts import fill_neg_inf, fp8_refusal, is_native, load_window, operand, relu, tiles_per_program
+from ..triton_parts import (
+    WIDENED,
+    e4m3_arguments,
+    e4m3_way,
+    fill_neg_inf,
+    fp8_refusal,
+    load_operand,
+    load_weights,
+    load_window,
+    relu,
+    relu_selects,
+    tiles_per_program,
+)
 
 MAX_HEAD_DIM = 256
 
 # Columns of one product: more than 256 would need more accumulator registers than a thread has.
 MAX_COLUMNS = 256
 
-# Bytes of queries that a block keeps in shared memory: with three 64-key stages it then fits gfx942's 64 KB.
+# Bytes of queries that a block keeps in shared memory: with two stages of 64 keys it then fits into 64 KB.
 MAX_QUERY_BYTES = 32 << 10
 
 
@@ -52,12 +64,24 @@ def _refuses(problem: Problem) -> str | None:
 def _default_config(problem: Problem) -> Config:
     # 128 columns a product were best (64 took 8 to 17% longer, 256 up to 7%), unless the rows run out.
     fits = [r for r in _row_choices(problem) if r * problem.num_heads <= 128 and r <= problem.num_rows]
-    rows = max(fits, default=1)
-    if problem.head_dim > 128 and not is_native(problem):
+    rows, stages = max(fits, default=1), _stages(problem)
+    is_widened = e4m3_way(problem) == WIDENED
+    if problem.head_dim > 128 and is_widened:
         # float16 operands are twice as wide: anything else spills on sm_80.
-        return Config(rows, num_warps=8, num_stages=2)
-    # Wide tiles took 1% more to 6% less time at H64, and 5 to 9% more at H32.
-    return Config(rows, block_kv=128, num_warps=8) if problem.num_heads >= 64 else Config(rows)
+        return Config(rows, num_warps=8, num_stages=stages)
+    if problem.arch.startswith("gfx"):
+        # Compiled, not timed: WAVES_PER_SIMD fit, mostly three.
+        return Config(rows, num_warps=8 if is_widened or problem.arch == "gfx1250" else 4, num_stages=stages)
+    # Wide tiles took 1% more to 6% less time at H64, and 5 to 9% more at H32. Blackwell multiplies 128 keys at a time.
+    if problem.num_heads >= 64 or problem.arch == "sm_100":
+        return Config(rows, block_kv=128, num_warps=8, num_stages=stages)
+    return Config(rows, num_stages=stages)
+
+
+def _stages(problem: Problem) -> int:
+    """Stages that fit into the shared memory of every architecture: two of head dimension 256 on AMD and on sm_89."""
+    is_small = problem.arch.startswith("gfx") or shared_bytes(problem.arch) < 128 << 10
+    return 2 if problem.head_dim > 128 and (is_small or e4m3_way(problem) == WIDENED) else 3
 
 
 def _row_choices(problem: Problem) -> list[int]:
@@ -67,9 +91,10 @@ def _row_choices(problem: Problem) -> list[int]:
 
 
 def _space(problem: Problem) -> Iterable[Config]:
+    stages = _stages(problem)
     for rows in _row_choices(problem):
-        yield Config(rows)
-        yield Config(rows, block_kv=128, num_warps=8)
+        yield Config(rows, num_stages=stages)
+        yield Config(rows, block_kv=128, num_warps=8, num_stages=stages)
 
 
 @triton.jit
@@ -77,7 +102,8 @@ def _kernel(
     q, k, k_scale, weights, q_scale, ks, ke, out,
     num_rows, num_keys, q_row, q_head, k_row, w_row, qs_row, out_row, keys_per_program,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
-    CLEAN: tl.constexpr, HAS_Q_SCALE: tl.constexpr, NATIVE: tl.constexpr, FNUZ: tl.constexpr,
+    CLEAN: tl.constexpr, HAS_Q_SCALE: tl.constexpr,
+    RELU_SELECTS: tl.constexpr, WAY: tl.constexpr, FNUZ: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     # The last rows see the most keys under a causal window: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -99,21 +125,18 @@ def _kernel(
         head = column % HEADS
         column_row = (block * ROWS + column // HEADS).to(tl.int64)
         is_column = column_row < num_rows
-        dim = tl.arange(0, DIM)
-        queries = tl.load(
-            q + (column_row * q_row + head * q_head)[None, :] + dim[:, None], mask=is_column[None, :], other=0.0
-        )  # [DIM, ROWS * HEADS]
-        queries = operand(queries, NATIVE, FNUZ)
-        weight = tl.load(weights + column_row * w_row + head, mask=is_column, other=0.0)
-        if HAS_Q_SCALE:
-            weight *= tl.load(q_scale + column_row * qs_row + head, mask=is_column, other=0.0)
+        # With DIM along K, a column for each row and head.
+        queries = load_operand(q, column_row * q_row + head * q_head, is_column, DIM, True, WAY, FNUZ, INTERPRETED)
+        weight = load_weights(
+            weights, q_scale, column_row * w_row + head, column_row * qs_row + head, is_column, HAS_Q_SCALE, WAY
+        )
         for tile in range(begin, stop, BLOCK_KV):
             key = tile + tl.arange(0, BLOCK_KV)
             is_key = key < num_keys
-            keys = tl.load(k + key.to(tl.int64)[:, None] * k_row + dim[None, :], mask=is_key[:, None], other=0.0)
+            keys = load_operand(k, key.to(tl.int64) * k_row, is_key, DIM, False, WAY, FNUZ, INTERPRETED)
             scale = tl.load(k_scale + key, mask=is_key, other=0.0)
-            dots = tl.dot(operand(keys, NATIVE, FNUZ), queries)  # [BLOCK_KV, ROWS * HEADS]
-            terms = relu(dots) * weight[None, :]
+            dots = tl.dot(keys, queries)  # [BLOCK_KV, ROWS * HEADS]
+            terms = relu(dots, RELU_SELECTS) * weight[None, :]
             logits = tl.sum(tl.reshape(terms, (BLOCK_KV, ROWS, HEADS)), 2) * scale[:, None]  # [BLOCK_KV, ROWS]
             inside = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
             pointers = out + row.to(tl.int64)[None, :] * out_row + key[:, None]
@@ -124,18 +147,18 @@ def _kernel(
 
 
 def _launch(problem: Problem, config: Config, args: Args) -> None:
-    q, k, k_scale, weights, ks, ke, q_scale, out = args
+    weights, q_scale, out = args.weights, args.q_scale, args.out
     row_blocks = triton.cdiv(problem.num_rows, config.rows_per_wave)
-    tiles = tiles_per_program(q.device, row_blocks, problem.num_keys, config.block_kv, config.least_tiles)
+    tiles = tiles_per_program(out.device, row_blocks, problem.num_keys, config.block_kv, config.least_tiles)
     keys_per_program = tiles * config.block_kv
-    native = is_native(problem)
+    (q, k, *strides), e4m3 = e4m3_arguments(problem, args)
     _kernel[(row_blocks, triton.cdiv(problem.num_keys, keys_per_program))](
-        e4m3_operand(q, native), e4m3_operand(k, native), k_scale,
-        weights, weights if q_scale is None else q_scale, ks, ke, out,
-        problem.num_rows, problem.num_keys, q.stride(0), q.stride(1), k.stride(0), weights.stride(0),
+        q, k, args.k_scale, weights, weights if q_scale is None else q_scale, args.ks, args.ke, out,
+        problem.num_rows, problem.num_keys, *strides, weights.stride(0),
         0 if q_scale is None else q_scale.stride(0), out.stride(0), keys_per_program,
         HEADS=problem.num_heads, DIM=problem.head_dim, ROWS=config.rows_per_wave, BLOCK_KV=config.block_kv,
-        CLEAN=problem.clean_logits, HAS_Q_SCALE=problem.has_q_scale, NATIVE=native, FNUZ=problem.fnuz,
+        CLEAN=problem.clean_logits, HAS_Q_SCALE=problem.has_q_scale,
+        RELU_SELECTS=relu_selects(problem), **e4m3,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

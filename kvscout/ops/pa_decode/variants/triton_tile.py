@@ -84,23 +84,40 @@ def _last_can_merge(problem: Problem) -> bool:
     return problem.merge_in_tile and not problem.arch.startswith("gfx")
 
 
+def _amd_tile(problem: Problem) -> Config:
+    # Compiled, not timed: WAVES_PER_SIMD fit without spilling, except one of head dimension 512 on gfx942 and gfx950.
+    by_token = TOKEN in (problem.key_scale, problem.value_scale)
+    if problem.head_dim > 256:
+        return Config(16, 16, 8, 1) if problem.arch == "gfx1250" else Config(16, 16, 4, 2)
+    if problem.head_dim > 128:
+        # Scales per token take the registers of a second stage.
+        return Config(32, 16, 8, 1 if by_token else 2)
+    if problem.cache_dtype not in fp8.E4M3 and problem.rows_per_head <= 16:
+        return Config(64, 16, 4, 2)
+    return Config(32, 16 if by_token else 32, 4, 2)
+
+
 def _tile(problem: Problem) -> Config:
-    # What was not timed on an H200 is chosen by what compiles without spilling registers, and into gfx942's 64 KB LDS.
+    # What was not timed on an H200 is chosen by what compiles without spilling registers.
+    if problem.arch.startswith("gfx"):
+        return _amd_tile(problem)
     is_e4m3 = problem.cache_dtype in fp8.E4M3
     if problem.arch not in LARGE_SHARED_MEMORY:
         if problem.head_dim > 128:
-            if problem.head_dim <= 256:
-                return Config(32, 16, 8, 2)
-            return Config(16, 16, 4 if problem.arch.startswith("gfx") else 8, 2)
+            return Config(32, 16, 8, 2) if problem.head_dim <= 256 else Config(16, 16, 8, 2)
         return Config(32 if is_e4m3 and problem.rows_per_head > 16 else 64, 32, 4, 2)
     if problem.head_dim > 256:
+        return Config(32, 16, 8, 3)
+    if problem.head_dim > 128 and problem.arch == "sm_100":
+        # Compiled for Blackwell, four warps spill.
         return Config(32, 16, 8, 3)
     if problem.head_dim > 128:
         return Config(32, 16, 4, 4 if is_e4m3 else 3)
     # Up to 32 rows are multiplied by instructions that take keys and values through registers. More than that are
     # rows of instructions that read shared memory: fewer instructions, but each step waits for all copies under way.
     if problem.rows_per_head > 32:
-        return Config(64, 64, 4, 3)
+        # Compiled for Blackwell, 64 tokens of head dimension 64 spill.
+        return Config(32 if problem.arch == "sm_100" and problem.head_dim == 64 else 64, 64, 4, 3)
     # So many programs hide each other's latency, and warps that share less wait less for each other: 1024 rows of 2048
     # tokens took 108 us with two warps and 133 with four (bf16 143 and 162).
     if not problem.batch_invariant and problem.capacity * problem.num_kv_heads >= MANY_PROGRAMS:
