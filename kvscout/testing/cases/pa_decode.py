@@ -34,8 +34,10 @@ FLOAT32_ERROR = 2e-6
 
 # Logits are sums of exact products in float32 or a matrix unit's accumulator; lse adds an exponential and a logarithm.
 LSE_ERROR = 1e-4
-# Hopper's matrix unit adds up products of e4m3 with 14 bits: a logit may be off by 1.3e-3 of itself.
-LSE_ERROR_OF_FP8_SUMS = 1.5e-3
+# Hopper's matrix unit adds up products of e4m3 with 14 bits, relative to the largest of them and of their sums: logits
+# are off by up to 3.2e-3, or 1.3e-3 of themselves, and weights by as much.
+LSE_ERROR_OF_FP8_SUMS = 4e-3
+OUTPUT_ERROR_OF_FP8_SUMS = 2e-3
 # A first token that decides and whose own value is 0 has a logit of 13, and what it leaves to others is off by as much
 # as that logit.
 OUTPUT_ERROR_BESIDE_A_PEAK = 2e-2
@@ -343,10 +345,12 @@ class PaDecodeCase:
         size = expected.norm(dim=-1, keepdim=True) / math.sqrt(self.dim)
         size = torch.where(zero[..., None], 1, size)
         extra = FLOAT32_ERROR if variant.startswith("torch") else PROBABILITY_ERROR
+        fp8_sums = variant.startswith("cute") and problem.cache_dtype in fp8.E4M3
+        if fp8_sums:
+            extra += OUTPUT_ERROR_OF_FP8_SUMS
         most = Budget.from_same_precision(same.to(got.dtype) / size, expected / size, extra).max_rel
         # One minus the cosine is half of the squared relative error, where that is at right angles to the result.
         budget = Budget(most, FROBENIUS**2 / 2)
-        fp8_sums = variant.startswith("cute") and problem.cache_dtype in fp8.E4M3
         if fp8_sums and "peaked" in self.odd:
             length = expected.norm(dim=-1, keepdim=True) / got.double().norm(dim=-1, keepdim=True)
             found = [close("direction of output", got * length / size, expected / size, budget)]

@@ -1,14 +1,16 @@
 """Hopper: pages copied in bulk are wgmma operands as they lie, e4m3 ones by sums of two, a second kernel merges.
 
-Wins: everywhere on Hopper with chunked caches of D 128. It serves D 64 and 256, and other layouts copied in pieces of
-16 bytes, by name alone: those have not been run on a GPU yet.
+Wins: on Hopper with chunked caches of D 128 and 256, with others where a block takes all query rows of a KV head. By
+name alone where 16-bit caches lie token by token, whose pieces of 16 bytes are copied at 60% of Triton's rate.
 Limit: e4m3 products are added up with 14 bits: errors of up to 1.3e-3 of a logit. Small batches wait for a chain of
 latencies (plan, page ids, first tile, merge), large ones for memory, many rows beside e4m3 caches for conversions. More
 than 64 query rows per KV head read the cache again for every 64 (32 of other layouts and of D 64 and 256, 16 of e4m3
 with D 256). No context may come within 1024 tokens of 2^31.
 Measured: 2026-11-30, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 5.5 (6.5), 4 x
 8k 6.2 (6.9), 8 x 8k 7.5 (8.6), 32 x 8k 21.6 (36), 4 x 32k 10.0 (21), 3 x 220k 44.7 (81); 4 query tokens, 3 x 8k 10.7
-(9.7), 8 x 32k 31.7 (39); 64 rows of 2048 tokens in pages of 16, 9.7 (13.2).
+(9.7), 8 x 32k 31.7 (39); 64 rows of 2048 tokens in pages of 16, 9.7 (13.2). 32 x 8k in pages of 64, beside triton_tile:
+plain_v 29 and 36 (46 and 45), nhd 30 and 42 (68 and 42); D 64 chunked 12 and 23 (22 and 32), D 256 37 and 67 (69 and
+75).
 """
 
 from __future__ import annotations
@@ -90,8 +92,11 @@ def _refuses(problem: Problem) -> str | None:
 
 
 def _rank(problem: Problem) -> int:
-    """No choice of "auto"'s where nothing has been measured."""
-    return 150 if (problem.layout, problem.head_dim) == (CHUNKED, 128) else 0
+    """No choice of "auto"'s where Triton's kernel is faster: see what was measured."""
+    if LAYOUTS[problem.layout] == TOKEN_MAJOR and problem.cache_dtype != fp8.FN:
+        return 0
+    fits = problem.rows_per_head <= _default_config(problem).rows
+    return 150 if fits or (problem.layout == CHUNKED and problem.head_dim >= 128) else 0
 
 
 def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales: bool) -> list[Config]:
