@@ -16,8 +16,8 @@ print(len(hits), all(hits))
 print(*sorted(asked), sep="\\n")
 """
 
-# What Triton's kernels serve everywhere, so that no package is needed beside it.
-ENV = {"KVSCOUT_MQA_LOGITS_VARIANT": "triton_staged"}
+# What Triton serves everywhere, so that no package is needed beside it.
+ENV = {"KVSCOUT_MQA_LOGITS_VARIANT": "triton_staged", "KVSCOUT_PA_DECODE_VARIANT": "triton_tile"}
 
 
 def test_calls_find_what_was_made_for_this_gpu(run_python, shapes, tmp_path):
