@@ -276,13 +276,17 @@ class Family:
     def _tuned(self, problem: Problem) -> Choice | None:
         """What a tuned table has for ``problem``, or None where it has nothing that "auto" could take here."""
         entry = tuning.entry(self.op, self.package, problem)
-        if entry is None or entry.variant not in self._automatic(problem.arch):
+        if entry is None:
+            return None
+        if entry.variant not in self._automatic(problem.arch):
+            tuning.warn(f"{self.op}: {entry.variant} is tuned and not used: it is none of those that auto takes here")
             return None
         variant = self.load(entry.variant)
         if isinstance(variant, str) or self.refusal(entry.variant, problem) is not None or variant.rank(problem) <= 0:
             return None
         config = next((config for config in variant.configs(problem) if str(config) == entry.config), None)
         if config is None:
+            tuning.warn(f"{self.op}: {entry.variant} is tuned and not used: {entry.config} is none of its configs here")
             return None
         try:
             if variant.load is not None:

@@ -111,6 +111,25 @@ class TestChoice:
         tuned("mqa_logits", (PROBLEM.bucket(), variant, config))
         assert api.FAMILY.choose(PROBLEM) == by_rule()
 
+    @pytest.mark.parametrize(
+        ("variant", "config", "sentence"),
+        [
+            (
+                "torch_removed",
+                "Config()",
+                "torch_removed is tuned and not used: it is none of those that auto takes here",
+            ),
+            ("torch_chunked", "Config(1, 2, 3)", "torch_chunked is tuned and not used: Config(1, 2, 3) is none of its"),
+        ],
+    )
+    def test_what_is_not_there_is_told_once(self, tuned, said, variant, config, sentence):
+        tuned("mqa_logits", (PROBLEM.bucket(), variant, config))
+        for _ in range(2):
+            vars(api.FAMILY).pop("_choose", None)
+            api.FAMILY.choose(PROBLEM)
+        (line,) = said()
+        assert sentence in line
+
     def test_a_variant_that_refuses_is_not_taken(self, tuned, monkeypatch):
         tuned("mqa_logits", ENTRY)
         refusing = dataclasses.replace(api.FAMILY.load("torch_chunked"), refuses=lambda problem: "not today")

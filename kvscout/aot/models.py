@@ -168,7 +168,7 @@ def read(file: Path) -> dict[str, Model]:
     except ValueError as error:
         raise WrongModel(f"{str(file)!r} is not JSON: {error}") from error
     if not isinstance(content, dict) or not content:
-        raise WrongModel(f"{str(file)!r}: expected an object of models by their names, got {_kind(content)}")
+        raise WrongModel(f"{str(file)!r}: expected an object of at least one model by its name, got {_kind(content)}")
     return {name: _model(f"{file}: {name}", value) for name, value in content.items()}
 
 

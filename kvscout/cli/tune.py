@@ -11,9 +11,11 @@ Exit code: 0 all right, 1 something failed its check or an entry no longer holds
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import statistics
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -25,8 +27,9 @@ import torch
 
 from .. import env, tuning
 from ..device import name_of
+from ..kernels.cute import store
 from ..testing import provenance, tune, tuned_table
-from ..testing.case import Case, family
+from ..testing.case import Case, family, ops
 from ..testing.retime import Retimed, retime
 from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost
 from ..testing.tune import Key, Trial, Tuned
@@ -95,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     selected = [item.case for item in select_timed(args, where)]
     model = name_of(where)
     file = args.output or (env.tuned_dir() or Path("tuned")) / tuning.file_name(model)
-    old = _old(file, model)
+    _try(file, model)
     found: list[Tuned] = []
     code, stopped, unprepared = 0, None, 0
     try:
@@ -109,37 +112,41 @@ def run(args: argparse.Namespace) -> int:
     content = record | {"stopped": stopped, "buckets": [_described(tuned) for tuned in found]}
     written = write_json(args.json, content)
     _summarise(found)
-    table = tuned_table.merged(old, model, record, found)
-    if found and (old or table["ops"]):
-        _say_what_went(old, found)
-        written = _write(file, table) and written
+    if found:
+        written = _write(file, model, record, found) and written
     if stopped is not None:
         console.error(stopped)
     statuses = {trial.status for tuned in found for trial in tuned.trials}
     return code or int(not written or unprepared > 0 or FAILED in statuses or PASSED not in statuses)
 
 
-def _old(file: Path, model: str) -> dict[str, Any] | None:
-    """The table that is to be added to, None where there is none; tried before the work begins.
+def _try(file: Path, model: str) -> None:
+    """Say before the work begins that a table cannot be added to.
 
     Raises:
         UsageError: it is of another device, is no table, or cannot be written.
     """
     try:
-        content = tuning.read(file, model) if file.exists() else None
-        if content is not None:
-            tuned_table.kept(content)
+        _old(file, model)
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab"):
+        with tempfile.TemporaryFile(dir=file.parent):
             pass
-        if content is None:
-            file.unlink()
     except WrongTable as error:
         raise UsageError(f"--output: {str(file)!r} {error}; name another file, or move this one away") from error
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--output: cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}"
         ) from error
+
+
+def _old(file: Path, model: str) -> dict[str, Any] | None:
+    """The table that is to be added to, None where there is none."""
+    if not file.exists():
+        return None
+    if not (file.is_file() or file.is_dir()):
+        raise WrongTable("is no regular file")
+    content = tuning.read(file, model)
+    tuned_table.kept(content)
     return content
 
 
@@ -151,12 +158,23 @@ def _say_what_went(old: dict[str, Any] | None, found: Sequence[Tuned]) -> None:
             console.out(f"left out, as they are of other kernels: {number} older entries of {op}")
 
 
-def _write(file: Path, table: dict[str, Any]) -> bool:
+def _write(file: Path, model: str, record: dict[str, Any], found: Sequence[Tuned]) -> bool:
+    """Add what was found to the table as it is by now; another run may have added to it. It is replaced whole."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.write_text(provenance.dumps(table) + "\n")
-    except OSError as error:
-        console.error(f"--output: cannot write {str(file)!r}: {error.strerror}")
+        with store.locked(file.parent):
+            old = _old(file, model)
+            table = tuned_table.merged(old, model, record, found)
+            if not old and not table["ops"]:
+                return True
+            temporary.write_text(provenance.dumps(table) + "\n")
+            temporary.replace(file)
+    except (OSError, WrongTable) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        console.error(f"--output: cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}")
         return False
+    _say_what_went(old, found)
     entries = sum(len(section["entries"]) for section in table["ops"].values())
     console.out(f"{file}: {entries} {'entry' if entries == 1 else 'entries'}")
     return True
@@ -296,6 +314,8 @@ def _check(args: argparse.Namespace, where: torch.device) -> int:
     try:
         content = tuning.read(args.check, name_of(where))
         entries = tuned_table.kept(content)
+        if unknown := sorted({*content["ops"]} - {*ops()}):
+            raise WrongTable(f"has entries of what is no operation here: {', '.join(unknown)}")
     except WrongTable as error:
         raise UsageError(f"--check: {str(args.check)!r} {error}") from error
     chosen = [kept for kept in entries if _is_selected(kept, args)]

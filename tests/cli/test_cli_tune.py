@@ -103,6 +103,36 @@ class TestTuning:
         assert [len(content["runs"]) for content in (before, after)] == [1, 2]
         assert "t.json: 2 entries" in out
 
+    def test_what_another_run_has_added_meanwhile_is_kept(self, run, takes, monkeypatch):
+        takes({DEFAULT: 100, SMALL: 50})
+        assert run(*TWO, "--output", "other.json")[0] == 0
+        tried = command._try
+
+        def while_another_writes(file, model):
+            tried(file, model)
+            file.write_bytes(command.Path("other.json").read_bytes())
+
+        monkeypatch.setattr(command, "_try", while_another_writes)
+        takes({DEFAULT: 50, SMALL: 100})
+        assert run(*ONE, "--output", "t.json")[0] == 0
+        configs = [config for _, config in winners(table(command.Path("t.json")))]
+        assert (configs.count(SMALL), configs.count(DEFAULT)) == (1, 1)
+
+    def test_a_table_is_replaced_whole_or_not_at_all(self, run, takes, here, monkeypatch):
+        takes({DEFAULT: 100, SMALL: 50})
+        assert run(*TWO, "--output", "t.json")[0] == 0
+        before = (here / "t.json").read_bytes()
+
+        def full(*arguments):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(command.Path, "replace", full)
+        code, _, err = run(*ONE, "--output", "t.json")
+        assert code == 1
+        assert "--output: cannot write 't.json': No space left on device" in err
+        assert (here / "t.json").read_bytes() == before
+        assert not list(here.glob(".t.json*"))
+
     def test_entries_of_other_kernels_are_replaced(self, run, takes):
         takes({DEFAULT: 100, SMALL: 50})
         assert run(*TWO, "--output", "t.json")[0] == 0
@@ -201,6 +231,7 @@ class TestUsage:
             (("--squares",), "--squares: these cases are timed on a GPU"),
             (("--output", "a", "--check", "b"), "not allowed with argument"),
             (("--output", ""), "expected the name of a file"),
+            (("--output", "/dev/null"), "--output: '/dev/null' is no regular file"),
             (("--output", "."), "--output: '.' cannot be read (Is a directory)"),
             (("--output", "/proc/x/t.json"), "--output: cannot write '/proc/x/t.json'"),
             (("--check", "nope.json"), "--check: 'nope.json' cannot be read (No such file"),
@@ -263,6 +294,14 @@ class TestCheck:
         assert code == 1
         assert out.count(flag) == 2
         assert "2 of 2 cases flagged" in out
+
+    def test_operations_that_are_not_here(self, run, made):
+        content = table(made)
+        content["ops"]["tpok"] = content["ops"]["mqa_logits"]
+        made.write_text(json.dumps(content))
+        code, _, err = self.check(run)
+        assert code == 2
+        assert "--check: 't.json' has entries of what is no operation here: tpok" in err
 
     def test_a_selection(self, run, made):
         code, out, _ = self.check(run, "mqa_logits", "--case", CASE)

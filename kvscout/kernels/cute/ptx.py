@@ -233,11 +233,6 @@ def maximum(x: Any, y: Any) -> Any:
     return ptx("max.f32 $0, $1, $2;", (Float32,), [(Float32, x), (Float32, y)], False)
 
 
-def minimum(x: Any, y: Any) -> Any:
-    """The smaller float; the other one where one is NaN."""
-    return ptx("min.f32 $0, $1, $2;", (Float32,), [(Float32, x), (Float32, y)], False)
-
-
 def magnitude(x: Any) -> Any:
     """``abs(x)``."""
     return ptx("abs.f32 $0, $1;", (Float32,), [(Float32, x)], False)

@@ -22,7 +22,7 @@ from .cute_values import add_outputs, clear_values
 from .cute_work import partitions_of, value_factor
 
 LEAST_SCALE = 2.0**-60
-"""Values of a smaller scale are taken to have this one: far below what a sum with others can tell from 0."""
+"""Values of a smaller scale are taken to have this one, and their probabilities so much less."""
 
 
 @cute.jit
@@ -138,6 +138,10 @@ def _token_scales(tile: cutlass.Constexpr[Tile], stage, group, warp, lane, share
             scale = ptx.shared_load(values_at + token * 4, Float32)
             size = ptx.maximum(ptx.magnitude(scale), Float32(LEAST_SCALE))
             logs.append(ptx.log2(size) * Float32(1 / LOG2E))
-            signs.append(ptx.sign(scale))
+            # A smaller scale than the least is what it is beside that.
+            is_small = Int32(0)
+            if ptx.magnitude(scale) < Float32(LEAST_SCALE):
+                is_small = Int32(1)
+            signs.append(ptx.select(is_small, scale * Float32(1 / LEAST_SCALE), ptx.sign(scale)))
             reciprocals.append(ptx.reciprocal(size))
     return key_scales, logs, signs, reciprocals

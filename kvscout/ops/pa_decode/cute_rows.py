@@ -16,15 +16,15 @@ from cutlass import Float32, Int32
 from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, store_merged
 from .cute_queries import load_queries
-from .cute_softmax import BELOW, FAR, GROUP_BARRIER, LOG2E, NOTHING
+from .cute_softmax import FAR, GROUP_BARRIER, LOG2E, NOTHING, below
 from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, ROWS_PITCH, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
 from .cute_work import partitions_of, value_factor
 
 GROUPS = STEP // 16
 """Groups of 16 tokens of a step."""
-LOW = 2.0
-"""What a thread's 32 probabilities of a row come to where sums of two e4m3 numbers have too few bits of them."""
+LOW = 1.0
+"""What 16 probabilities of a thread come to where sums of two e4m3 numbers have too few bits of them."""
 
 
 @cute.jit
@@ -71,7 +71,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
         tops = _find_tops(scores)
         _raise_references(tops, references, sums, outputs)
         factors = [ptx.exp2((tops[k] - references[k]) * Float32(LOG2E)) for k in range(2)]
-        few = _add_probabilities(tile, scores, tops, factors, sums, lane)
+        few = _add_probabilities(tile, scores, tops, factors, sums)
         ptx.barrier_wait(full_values + 8 * stage, phase)
         if token < work.lowest or token + STEP > work.highest:
             clear_values(tile, stage, token, group, in_group, shared, work)
@@ -144,7 +144,7 @@ def _find_tops(scores):
                     most = ptx.maximum(most, scores[_place(half, pair, row, e)])
         for distance in cutlass.range_constexpr(2):
             most = ptx.maximum(most, ptx.exchange(most, 1 << distance))
-        tops.append(most - Float32(BELOW))
+        tops.append(below(most))
     return tops
 
 
@@ -163,28 +163,29 @@ def _raise_references(tops, references, sums, outputs):
 
 
 @cute.jit
-def _add_probabilities(tile: cutlass.Constexpr[Tile], scores, tops, factors, sums, lane):
+def _add_probabilities(tile: cutlass.Constexpr[Tile], scores, tops, factors, sums):
     """Turn scores into probabilities, and add them up; whether e4m3 needs a finer term of them.
 
-    That is where few tokens of a step outweigh all others; see :func:`.cute_softmax.add_probabilities`.
+    That is where few tokens of a step outweigh all others; see :func:`.cute_softmax.add_probabilities`. They may be the
+    first of a context, so tokens of the step's first half are told from the others.
     """
     are_few = Int32(0)
     for row in cutlass.range_constexpr(2):
-        found = Float32(0.0)
-        for half in cutlass.range_constexpr(2):
-            for pair in cutlass.range_constexpr(GROUPS):
-                for e in cutlass.range_constexpr(2):
-                    place = _place(half, pair, row, e)
-                    scores[place] = ptx.exp2((scores[place] - tops[row]) * Float32(LOG2E))
-                    found = found + scores[place]
-        sums[row] = ptx.multiply_add(found, factors[row], sums[row])
-        if cutlass.const_expr(tile.is_e4m3):
-            is_low = Int32(0)
-            # Nothing at all is what tokens give that a row does not see.
-            if found < Float32(LOW) and found > Float32(0.0):
-                is_low = Int32(1)
-            if ptx.count_bits(ptx.ballot(is_low) & (Int32(15) << (lane & 28))) >= 3:
-                are_few = Int32(1)
+        found = []
+        for first in cutlass.range_constexpr(0, GROUPS, GROUPS // 2):
+            part = Float32(0.0)
+            for half in cutlass.range_constexpr(2):
+                for pair in cutlass.range_constexpr(first, first + GROUPS // 2):
+                    for e in cutlass.range_constexpr(2):
+                        place = _place(half, pair, row, e)
+                        scores[place] = ptx.exp2((scores[place] - tops[row]) * Float32(LOG2E))
+                        part = part + scores[place]
+            found.append(part)
+            if cutlass.const_expr(tile.is_e4m3):
+                # Nothing at all is what tokens give that a row does not see.
+                if part < Float32(LOW) and part > Float32(0.0):
+                    are_few = Int32(1)
+        sums[row] = ptx.multiply_add(found[0] + found[1], factors[row], sums[row])
     return are_few
 
 
@@ -201,13 +202,13 @@ def _operands(tile: Tile, probabilities: Any, finer: bool, lane: Any) -> list[An
     # Lane t of four needs tokens 4 t to 4 t + 3 of 16, which two lanes hold in half of a word each.
     source = (lane & 28) | ((lane & 1) << 1)
     order = ptx.select(lane & 2, 0x7632, 0x5410, Int32)
-    shifts, count = ((0, 10), 1) if finer else ((0,), 2)
+    shifts, count = ((0, 10, 0), 2) if finer else ((0,), 2)
     terms: list[list[Any]] = [[] for _ in range(count)]
     for pair in range(GROUPS):
         for row in range(2):
             four = [probabilities[_place(half, pair, row, e)] for half in range(2) for e in range(2)]
             found = ptx.split_probabilities(four, shifts, count)
-            for term, word in zip(terms, found if count > 1 else [found], strict=True):
+            for term, word in zip(terms, found, strict=True):
                 low, high = ptx.from_lane(word, source), ptx.from_lane(word, source + 1)
                 term.append(ptx.permute_bytes(low, high, order))
     # The small numbers first, as in the scores.
@@ -223,12 +224,16 @@ def _add_outputs(
     values = ptx.descriptor(shared + tile.places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
     pieces = 2  # of 16 bytes, of one product's K
     steps = [(0, i * tile.value_leading) for i in range(0, STEP // tile.tokens_of_piece, pieces)]
-    found = ptx.multiply(
-        tile.kind, ROWS_DIM, operands, values, (0, CORE), [steps * (len(operands) // (4 * len(steps)))]
-    )
+    steps = steps * (len(operands) // (4 * len(steps)))
     scale = [factor * Float32(2.0**-10) for factor in factors] if cutlass.const_expr(finer) else factors
-    for k in cutlass.range_constexpr(ROWS_DIM // 2):
-        outputs[k] = ptx.multiply_add(found[k], scale[(k >> 1) & 1], outputs[k])
+    # Where probabilities are still needed, half of the elements at a time for want of registers.
+    width = ROWS_DIM // 2 if finer else ROWS_DIM
+    for begin in cutlass.range_constexpr(0, ROWS_DIM, width):
+        products = [(a, b + begin * 16) for a, b in steps]
+        found = ptx.multiply(tile.kind, width, operands, values, (0, CORE), [products])
+        for k in cutlass.range_constexpr(width // 2):
+            place = begin // 2 + k
+            outputs[place] = ptx.multiply_add(found[k], scale[(k >> 1) & 1], outputs[place])
 
 
 @cute.jit

@@ -22,6 +22,8 @@ LOG2E = math.log2(math.e)
 NOTHING = -3.4028234663852886e38
 """The reference of a row that has seen no token: the least float."""
 BELOW = 8 / LOG2E
+MOST_BELOW = 8.5 / LOG2E
+"""What e4m3 holds, 448 being the most, has room for no more."""
 FAR = 32 / LOG2E
 """How far a step's top may be above the row's reference."""
 LOW = 2.0**-2
@@ -72,7 +74,17 @@ def find_tops(tile: cutlass.Constexpr[Tile], scores, tops, group, warp, lane, sh
         found = [ptx.shared_load(at + i * per_warp + columns_at(quad, lane), Float32, 4) for i in range(4)]
         for c in cutlass.range_constexpr(4):
             most = ptx.maximum(ptx.maximum(found[0][c], found[1][c]), ptx.maximum(found[2][c], found[3][c]))
-            tops[4 * quad + c] = ptx.maximum(most, Float32(NOTHING)) - Float32(BELOW)
+            tops[4 * quad + c] = below(ptx.maximum(most, Float32(NOTHING)))
+
+
+@cute.jit
+def below(most):
+    """A top for a largest score: ``BELOW`` less, or as much where floats are so far apart that it would be more."""
+    top = most - Float32(BELOW)
+    is_far = Int32(0)
+    if most - top > Float32(MOST_BELOW):
+        is_far = Int32(1)
+    return ptx.select(is_far, most, top)
 
 
 @cute.jit
@@ -98,8 +110,8 @@ def add_probabilities(
 ):  # fmt: skip
     """Turn scores into probabilities, and add them up; whether e4m3 needs finer terms of them.
 
-    That is where a few tokens outweigh all others of a warp by 2^12 in some row: then what the others have in common is
-    worth keeping, as the few may be sinks, whose values are about 0.
+    That is where up to four tokens outweigh all others of a warp by 2^12 in some row: then what the others have in
+    common is worth keeping, as the few may be sinks, whose values are about 0.
     """
     own = tile.own_columns
     found = [Float32(0.0)] * own
@@ -118,16 +130,14 @@ def add_probabilities(
         sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
     are_few = Int32(0)
     if cutlass.const_expr(tile.is_e4m3):
-        least = Float32(float("inf"))
+        is_low = Int32(0)
         for column in cutlass.range_constexpr(own):
             weight = weights[column] if cutlass.const_expr(tile.token_scales) else found[column]
             # Nothing at all is what tokens give that a row does not see.
-            least = ptx.minimum(least, ptx.select(weight.bitcast(Int32), weight, Float32.inf))
-        is_low = Int32(0)
-        if least < Float32(LOW):
-            is_low = Int32(1)
+            if weight < Float32(LOW) and weight > Float32(0.0):
+                is_low = Int32(1)
         lanes_of_columns = Int32(0x11111111) << (lane & 3)
-        if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= 7:
+        if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= 4:
             are_few = Int32(1)
     return are_few
 

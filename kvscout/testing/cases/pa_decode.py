@@ -49,6 +49,7 @@ WILD_SCALE = 1e9
 # The first elements of every query of a "peaked" case.
 PEAK_QUERY = 8.0
 PEAK_ELEMENTS = 8
+PEAKS = 4
 
 # The value scale of the first tokens of a "contrast" case.
 CONTRAST_SCALE = 1e6
@@ -89,8 +90,8 @@ class PaDecodeCase:
             (queries, outputs, tables, interleaved caches), "misaligned" (scratch), "large" (logits near 3e38), "tiny"
             and "huge" (queries, made up for by softmax_scale), "wild" (per-token scales of 1e9 before the window),
             "sparse" (pages drawn from one pool), "no_lse", "peaked" (the first token has 0.9 of all weight, and the
-            value 0, as a model's own sinks do), "contrast" (the first token has a value scale of 1e6, and so little
-            weight that it counts about as much as all others).
+            value 0, as a model's own sinks do), "peaks" (so have the first four together), "contrast" (the first token
+            has a value scale of 1e6, and so little weight that it counts about as much as all others).
         num_blocks: blocks in the pool, if more than are needed.
         label: a name to replace the one that is made of all this.
     """
@@ -125,7 +126,7 @@ class PaDecodeCase:
         "sinks": ("", "ends", "plain"),
         "odd": (
             "magnitudes", "shared", "strided", "misaligned", "large", "tiny", "huge", "wild", "sparse", "no_lse",
-            "peaked", "contrast",
+            "peaked", "peaks", "contrast",
         ),
     }  # fmt: skip
     LEAST: ClassVar[Mapping[str, int]] = {
@@ -189,6 +190,9 @@ class PaDecodeCase:
         if "peaked" in self.odd:
             query[..., :PEAK_ELEMENTS] = PEAK_QUERY
             self._peak(found, key_cache, value_cache, math.log(0.9 / 0.1), zero=True)
+        if "peaks" in self.odd:
+            query[..., :PEAK_ELEMENTS] = PEAK_QUERY
+            self._peak(found, key_cache, value_cache, math.log(0.9 / 0.1) - math.log(PEAKS), zero=True, count=PEAKS)
         if "contrast" in self.odd:
             query[..., :PEAK_ELEMENTS] = PEAK_QUERY
             self._peak(found, key_cache, value_cache, -math.log(CONTRAST_SCALE), zero=False)
@@ -250,11 +254,12 @@ class PaDecodeCase:
         )
 
     def _peak(
-        self, found: paged_inputs.Tables, key_cache: Tensor, value_cache: Tensor, log_odds: float, *, zero: bool
-    ) -> None:
-        """Let the first elements of queries and keys, which are 0 but for each sequence's first token, decide.
+        self, found: paged_inputs.Tables, key_cache: Tensor, value_cache: Tensor, log_odds: float, *, zero: bool,
+        count: int = 1,
+    ) -> None:  # fmt: skip
+        """Let the first elements of queries and keys, which are 0 but for each sequence's first tokens, decide.
 
-        ``log_odds`` are those of the first token's weight against all others'; ``zero``: its value is 0.
+        ``log_odds`` are those of a first token's weight against all others'; ``zero``: its value is 0.
         """
         kv = paging.pages(key_cache, value_cache, self.kv_heads, self.layout)
         # The others' logits are about normal, so that each weighs e^0.5 on average.
@@ -264,9 +269,9 @@ class PaDecodeCase:
         # Views of bit patterns: torch cannot write to all of e4m3.
         keys, values = (cache.view(bits(key).dtype) for cache in (kv.keys, kv.values))
         keys[..., 0, :PEAK_ELEMENTS] = 0
-        keys[blocks, :, 0, 0, :PEAK_ELEMENTS] = bits(key).item()
+        keys[blocks, :, :count, 0, :PEAK_ELEMENTS] = bits(key).item()
         if zero:
-            values[blocks, :, 0, 0] = 0
+            values[blocks, :, 0, :count] = 0
 
     def _first_blocks(self, found: paged_inputs.Tables) -> Tensor:
         return found.block_tables[torch.tensor(self.lengths) > 0][:, 0].long()
@@ -351,7 +356,7 @@ class PaDecodeCase:
         most = Budget.from_same_precision(same.to(got.dtype) / size, expected / size, extra).max_rel
         # One minus the cosine is half of the squared relative error, where that is at right angles to the result.
         budget = Budget(most, FROBENIUS**2 / 2)
-        if fp8_sums and "peaked" in self.odd:
+        if fp8_sums and {"peaked", "peaks"} & {*self.odd}:
             length = expected.norm(dim=-1, keepdim=True) / got.double().norm(dim=-1, keepdim=True)
             found = [close("direction of output", got * length / size, expected / size, budget)]
             budget = Budget(OUTPUT_ERROR_BESIDE_A_PEAK, OUTPUT_ERROR_BESIDE_A_PEAK**2 / 2)
@@ -443,6 +448,7 @@ def _suite() -> Iterator[PaDecodeCase]:
     yield case(290, group=64, kv_heads=1, splits=(2, 2), odd=("no_lse",))
     for cache in ("e4m3", "bf16"):
         yield case(2100, 40, odd=("peaked",), cache=cache, splits=(1, 1))
+        yield case(530, 40, odd=("peaks",), cache=cache, splits=(1, 1))
     yield case(700, 260, odd=("contrast",), scales="token", splits=(1, 1))
     # The last tile is past what the first query sees, which has rows of its own.
     yield case(257, group=64, kv_heads=1, query_length=3, splits=(2, 2))
@@ -497,7 +503,9 @@ def _verify() -> Iterator[PaDecodeCase]:
     for layout, cache in (("chunked", "bf16"), ("nhd", "bf16"), ("nhd", "e4m3"), ("plain_v", "e4m3")):
         yield PaDecodeCase((32768,) * 3, layout=layout, cache=cache, page=128, splits=(1, 1), odd=("peaked",))
     for page in PAGES:
-        yield PaDecodeCase((32768,) * 3, page=page, splits=(1, 1), odd=("peaked",))
+        for peak in ("peaked", "peaks"):
+            yield PaDecodeCase((32768,) * 3, page=page, splits=(1, 1), odd=(peak,))
+            yield PaDecodeCase((24, 2048, 9000), 16, 1, page=page, query_length=4, splits=(1, 1), odd=(peak,))
         yield PaDecodeCase((32768, 900), page=page, splits=(1, 1), scales="token", odd=("contrast",))
     yield PaDecodeCase((32768,) * 3, cache="fp16", dtype="fp16", page=64, splits=(1, 1), odd=("peaked",))
     yield PaDecodeCase(EDGES, odd=("tiny",), query_length=2)
