@@ -51,8 +51,8 @@ ATTEND = {"query_heads": 8, "kv_heads": 1, "head_dim": 64, "pages": 16}
     ("content", "message"),
     [
         ("nope", "is not JSON: Expecting value"),
-        ([], "expected an object of models by their names, got list"),
-        ({}, "expected an object of models by their names, got dict"),
+        ([], "expected an object of at least one model by its name, got list"),
+        ({}, "expected an object of at least one model by its name, got dict"),
         ({"a": 5}, ": a: expected an object, got int 5"),
         ({"a": {}}, ": a: expected at least one of score, select, attend"),
         ({"a": {"scores": {}}}, ": a: there is no 'scores'; there are score, select, attend"),
