@@ -1,6 +1,6 @@
 """A small model, and what an engine of it does, as the code of a process."""
 
-# Few kernels, of every op that has any, and of both compilers on Hopper.
+# Few kernels, of every op that has any, and of both compilers on Hopper, where Triton serves this head dimension.
 MODELS = {
     "small": {
         "score": {"heads": 32, "head_dim": 64, "rows": [1, 16], "keys": [1000]},
@@ -8,7 +8,7 @@ MODELS = {
         "attend": {
             "query_heads": 8,
             "kv_heads": 1,
-            "head_dim": 64,
+            "head_dim": 192,
             "pages": [16],
             "layouts": ["nhd"],
             "caches": ["e4m3"],
@@ -47,15 +47,15 @@ def call(rows=(1, 16), keys=1000, pages=64, batch=2):
         windows = torch.zeros(n).int(), torch.full((n,), keys).int()
         kvscout.fp8_mqa_logits(q, (k, torch.ones(keys)), torch.rand(n, 32), *windows, False)
     selected = torch.zeros(batch, 16).int()
-    key_cache, value_cache = (torch.zeros(pages, 16, 1, 64).to(e4m3) for _ in "kv")
+    key_cache, value_cache = (torch.zeros(pages, 16, 1, 192).to(e4m3) for _ in "kv")
     slots = torch.arange(2)
-    new = torch.randn(2, 1, 64).bfloat16()
+    new = torch.randn(2, 1, 192).bfloat16()
     kvscout.write_kv_cache(new, new, key_cache, value_cache, slots, k_scale=0.1, v_scale=0.1, kv_layout="nhd")
     lengths, tables = torch.tensor([40, 300][:batch]).int(), torch.zeros(batch, 32).int()
     found = selection.tables_of_blocks(selected, tables, lengths, 32, 16)
     for tables, lengths in ((tables, lengths), found):
         plan = kvscout.plan_pa_decode(lengths, 1)
-        query = torch.randn(batch, 8, 64).bfloat16()
+        query = torch.randn(batch, 8, 192).bfloat16()
         kvscout.pa_decode(
             torch.empty_like(query), query, key_cache, value_cache, lengths, tables, 0.1,
             work_plan=plan, key_scale=0.1, value_scale=0.1, kv_layout="nhd",

@@ -75,7 +75,8 @@ class Outputs:
         def one(warp, lane):
             for first_row in range(2):
                 reduce(
-                    tile, Int32(warp * 32 + lane), Int32(0), Int32(SEQUENCE), 2, Int32(first_row), 2, HEAD, self.data
+                    tile, Int32(warp * 32 + lane), Int32(0), Int32(SEQUENCE), 2, Int32(first_row), 2, HEAD, self.data,
+                    tile.blocks > 1,
                 )  # fmt: skip
 
         lanes.run(one, REDUCE_THREADS, 0, 1)
