@@ -14,6 +14,7 @@ import kvscout
 from kvscout.cli.main import commands, parser
 
 DOCS = (
+    "docs/hopper-kernels.md",
     "docs/measured-facts.md",
     "docs/numerics.md",
     "docs/performance.md",
