@@ -58,19 +58,12 @@ class Built(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``aot``."""
-    cores = min(MOST_JOBS, os.cpu_count() or 1)
     parser.add_argument("ops", nargs="*", metavar="OP", help="operations (default: all that have such kernels)")
     parser.add_argument("--op", action="append", default=[], metavar="OP", help="the same as OP; may be repeated")
     parser.add_argument(
         "--output", metavar="DIR", type=arguments.file_name, help="folder to write into (default: KVSCOUT_CACHE_DIR)"
     )
-    parser.add_argument(
-        "--jobs",
-        metavar="N",
-        type=arguments.whole_number(1),
-        default=cores,
-        help=f"kernels compiled at a time, each in a process (default: the cores, at most {MOST_JOBS}: {cores} here)",
-    )
+    arguments.add_jobs(parser, MOST_JOBS, "kernels compiled at a time, each in a process")
     parser.add_argument(
         "--list", action="store_true", help="only say which kernels there are, and which the folder has"
     )

@@ -36,6 +36,18 @@ def whole_number(lowest: int, highest: int = HIGHEST) -> Callable[[str], int]:
     return read
 
 
+def add_jobs(parser: argparse.ArgumentParser, most: int, meaning: str) -> None:
+    """Argument ``--jobs``: processes at a time, as many as there are cores unless that is more than ``most``."""
+    cores = min(most, os.cpu_count() or 1)
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=whole_number(1),
+        default=cores,
+        help=f"{meaning} (default: the cores, at most {most}: {cores} here)",
+    )
+
+
 seed = whole_number(0, 2**63 - 1)
 """Reads a seed."""
 

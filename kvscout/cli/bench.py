@@ -29,8 +29,8 @@ from ..testing.sweep import FAILED, PASSED, REFUSED, SKIPPED, ContextLost
 from ..variants import AUTO
 from . import console
 from .arguments import UsageError, write_json
-from .selection import GPU_LOST, Work, add_selection, device
-from .timed_cases import add_cases, select_timed
+from .selection import GPU_LOST, Work, add_selection
+from .timed_cases import add_cases, select_timed, timed_device
 
 COLUMNS = (
     "case", "variant", "us hot", "us cold", "min", "spread", "TFLOPS", "TB/s", "roof", "error", "speed-up",
@@ -74,9 +74,7 @@ def _list(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Time what was selected, print a table per op and the geometric means."""
-    where = device(args)
-    if args.cold and where.type == "cpu":
-        raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
+    where = timed_device(args)
     work = select_timed(args, where, stand_ins=(AUTO,))
     opponents, missing = _opponents(dict.fromkeys(item.case.op for item in work), args, where)
     for sentence in missing.values():

@@ -10,7 +10,7 @@ import torch
 from ..testing import limits, shapes_csv
 from ..testing.case import BENCH, Case, groups
 from .arguments import UsageError, file_name
-from .selection import Work, select
+from .selection import Work, device, select
 
 PRESETS = {
     "squares": "scores of as many rows as keys",
@@ -35,6 +35,18 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     presets.add_argument(
         "--shapes-csv", metavar="FILE", type=file_name, help="time the cases of this file instead; on the CPU too"
     )
+
+
+def timed_device(args: argparse.Namespace) -> torch.device:
+    """Where to run.
+
+    Raises:
+        UsageError: ``--cold`` is asked for on the CPU.
+    """
+    where = device(args)
+    if args.cold and where.type == "cpu":
+        raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
+    return where
 
 
 def select_timed(args: argparse.Namespace, where: torch.device, stand_ins: Sequence[str] = ()) -> list[Work]:

@@ -37,8 +37,8 @@ from ..testing.tuned_table import Kept
 from ..tuning import Bucket, WrongTable
 from . import arguments, console, workers
 from .arguments import UsageError, write_json
-from .selection import GPU_LOST, add_selection, device
-from .timed_cases import add_cases, select_timed
+from .selection import GPU_LOST, add_selection
+from .timed_cases import add_cases, select_timed, timed_device
 
 MOST_JOBS = 16
 """Processes that compile at a time unless told otherwise."""
@@ -67,14 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         help="time after which no further config of a case is tried (default: none)",
     )
-    cores = min(MOST_JOBS, os.cpu_count() or 1)
-    parser.add_argument(
-        "--jobs",
-        metavar="N",
-        type=arguments.whole_number(1),
-        default=cores,
-        help=f"processes that compile a GPU's kernels first (default: the cores, at most {MOST_JOBS}: {cores} here)",
-    )
+    arguments.add_jobs(parser, MOST_JOBS, "processes that compile a GPU's kernels first")
     add_cases(parser)
 
 
@@ -90,9 +83,7 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Tune for what was selected and write the table, or check one."""
-    where = device(args)
-    if args.cold and where.type == "cpu":
-        raise UsageError("--cold: only a GPU's cache can be flushed; leave the option out on the CPU")
+    where = timed_device(args)
     if args.check is not None:
         return _check(args, where)
     selected = [item.case for item in select_timed(args, where)]

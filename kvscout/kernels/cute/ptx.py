@@ -114,11 +114,6 @@ def fence_async_shared() -> None:
     ptx("fence.proxy.async.shared::cta;")
 
 
-def fence_async() -> None:
-    """Order this thread's reads and writes before bulk copies."""
-    ptx("fence.proxy.async;")
-
-
 # Copies and memory.
 
 
