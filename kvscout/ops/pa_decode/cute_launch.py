@@ -15,7 +15,7 @@ from .cute_pieces import produce_pieces
 from .cute_reduce import reduce_sequences
 from .cute_rows import consume_rows
 from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
-from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of
+from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of, touch_constants
 
 # Blocks of the merge that a multiprocessor has room for.
 REDUCE_BLOCKS = 4
@@ -48,7 +48,7 @@ class Kernel:
         if reduce_x > 0:
             self.reduce(data).launch(
                 grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1),
-                smem=4 * tile.own_elements * REDUCE_THREADS, stream=stream, use_pdl=True,
+                smem=4 * tile.own_elements * REDUCE_THREADS + 4 * REDUCE_THREADS // 32, stream=stream, use_pdl=True,
                 min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
             )  # fmt: skip
 
@@ -64,16 +64,18 @@ class Kernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread & 31
         shared = cute.arch.get_dyn_smem(Uint8, alignment=1024).toint()
-        barriers = shared + tile.places.barriers
         if thread == MATH_THREADS:
             readers = 4 if tile.alternate else MATH_THREADS // 32
             keys, values = (2 + (64 if tile.token_scales else 0), 2) if tile.in_bulk else (64, 64)
             for i in cutlass.range_constexpr(tile.stages):
-                ptx.barrier_init(barriers + 8 * i, keys)
-                ptx.barrier_init(barriers + 8 * (tile.stages + i), values)
-                ptx.barrier_init(barriers + 8 * (2 * tile.stages + i), readers)
-                ptx.barrier_init(barriers + 8 * (3 * tile.stages + i), readers)
+                ptx.barrier_init(shared + tile.places.full_keys + 8 * i, keys)
+                ptx.barrier_init(shared + tile.places.empty_keys + 8 * i, readers)
+            for i in cutlass.range_constexpr(tile.value_stages):
+                ptx.barrier_init(shared + tile.places.full_values + 8 * i, values)
+                ptx.barrier_init(shared + tile.places.empty_values + 8 * i, readers)
             ptx.barrier_init_fence()
+        if lane == 0:
+            touch_constants(data, shared + tile.places.constants + warp * 4)
         first_position, last_position = positions_of(tile, data, first_row)
         # Everything up to here may run while the kernel before this one ends.
         cute.arch.griddepcontrol_wait()
@@ -112,6 +114,8 @@ class Kernel:
         shared = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
         # Blocks of the next call that share a multiprocessor would take the places of this kernel's: up to 25% slower.
         is_late = self.tile.blocks > 1
+        if thread & 31 == 0:
+            touch_constants(data, shared + 4 * self.tile.own_elements * REDUCE_THREADS + (thread >> 5) * 4)
         reduce_sequences(
             self.tile, thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data, is_late
         )

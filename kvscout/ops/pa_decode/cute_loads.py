@@ -28,8 +28,11 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
         source = data.values + Int64(work.kv_head) * data.value_head
         block = data.value_block
     target = shared + places.keys + is_values * (places.values - places.keys)
-    full = shared + places.barriers + is_values * (8 * tile.stages)
-    empty = full + 16 * tile.stages
+    full = shared + places.full_keys + is_values * (places.full_values - places.full_keys)
+    empty = shared + places.empty_keys + is_values * (places.empty_values - places.empty_keys)
+    stages = tile.stages
+    if cutlass.const_expr(tile.value_stages != tile.stages):
+        stages = tile.stages + is_values * (tile.value_stages - tile.stages)
     # Which page of the warp's a lane copies from, and which part of it.
     piece = Int32(min(tile.page_bytes, tile.stage_bytes // 2) // tile.copies)
     next_source, next_target = piece, piece
@@ -70,13 +73,17 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
     phase = Int32(1)
     i = Int32(0)
     while i < work.steps:
-        if i >= tile.stages:
+        if i >= stages:
             ptx.barrier_wait(empty + 8 * stage, phase)
         live_pages = cutlass.min(of_warp + pages_of_warp, end_page) - cutlass.max(of_warp, first_page)
         if lane == 0:
             size = cutlass.max(live_pages, 0) * min(tile.page_bytes, tile.stage_bytes // 2)
             ptx.barrier_expect(full + 8 * stage, size)
         cute.arch.sync_warp()
+        if cutlass.const_expr(tile.stages > 1 and not tile.token_scales):
+            # The first keys are waited for, and values would arrive beside them. It would hold up a longer task.
+            if is_values != 0 and i == 0 and work.steps <= tile.stages:
+                ptx.barrier_wait(shared + places.full_keys, Int32(0))
         if is_live:
             at = source + Int64(block_id) * block + in_page
             to = target + stage * tile.stage_bytes
@@ -96,7 +103,7 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
         if is_live and i < work.steps:
             block_id = ptx.load(table + Int64(number) * 4)
         stage = stage + 1
-        if stage == tile.stages:
+        if stage == stages:
             stage = Int32(0)
             phase = phase ^ 1
 

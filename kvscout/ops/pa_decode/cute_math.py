@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 
 from ...kernels.cute import ptx
 from .cute_outputs import merge_warpgroups
-from .cute_queries import load_queries
+from .cute_queries import load_queries, span_of
 from .cute_scores import first_token, mask, score
 from .cute_softmax import (
     GROUP_BARRIER,
@@ -55,14 +55,12 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     references.fill(NOTHING)
     scores = cute.make_rmem_tensor((2 * tile.halves * own,), Float32)
     tops = cute.make_rmem_tensor((own,), Float32)
-    full_keys = shared + places.barriers
-    full_values = full_keys + 8 * tile.stages
-    empty_keys = full_keys + 16 * tile.stages
-    empty_values = full_keys + 24 * tile.stages
+    full_keys, full_values = shared + places.full_keys, shared + places.full_values
+    empty_keys, empty_values = shared + places.empty_keys, shared + places.empty_values
     step = WARPGROUPS if tile.alternate else 1
     i = group if cutlass.const_expr(tile.alternate) else Int32(0)
-    stage = i
-    phase = Int32(0)
+    stage, phase = i, Int32(0)
+    value_stage, value_phase = stage, phase
     while i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
         if cutlass.const_expr(not tile.in_bulk):
@@ -82,27 +80,41 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         factors = [ptx.exp2((tops[c] - references[c]) * Float32(LOG2E)) for c in range(own)]
         few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, lane)
         store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
-        ptx.barrier_wait(full_values + 8 * stage, phase)
+        if cutlass.const_expr(tile.value_stages == tile.stages):
+            value_stage, value_phase = stage, phase
+        ptx.barrier_wait(full_values + 8 * value_stage, value_phase)
         if cutlass.const_expr(tile.in_bulk):
-            if token < work.lowest or token + STEP > work.highest:
-                clear_values(tile, stage, token, group, in_group, shared, work)
+            if token < work.all_low or token + STEP > work.all_high:
+                lowest, highest = span_of(tile, shared)
+                if token < lowest or token + STEP > highest:
+                    clear_values(tile, value_stage, token, group, in_group, lowest, highest, shared)
         ptx.fence_async_shared()
         if cutlass.const_expr(tile.is_e4m3):
             if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
                 store_probabilities(tile, scores, value_signs, True, group, warp, lane, shared)
                 ptx.fence_async_shared()
                 ptx.sync(GROUP_BARRIER + group, 128)
-                add_outputs(tile, outputs, factors, True, stage, group, shared)
+                add_outputs(tile, outputs, factors, True, value_stage, group, shared)
+                if cutlass.const_expr(tile.places.finer == tile.places.own):
+                    ptx.sync(GROUP_BARRIER + group, 128)
+                    store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
+                    ptx.fence_async_shared()
+                    ptx.sync(GROUP_BARRIER + group, 128)
         else:
             ptx.sync(GROUP_BARRIER + group, 128)
-        add_outputs(tile, outputs, factors, False, stage, group, shared)
+        add_outputs(tile, outputs, factors, False, value_stage, group, shared)
         if lane == 0:
-            ptx.barrier_arrive(empty_values + 8 * stage)
+            ptx.barrier_arrive(empty_values + 8 * value_stage)
         i = i + step
         stage = stage + step
         if stage >= tile.stages:
             stage = stage - tile.stages
             phase = phase ^ 1
+        if cutlass.const_expr(tile.value_stages != tile.stages):
+            value_stage = value_stage + step
+            if value_stage >= tile.value_stages:
+                value_stage = value_stage - tile.value_stages
+                value_phase = value_phase ^ 1
     # Not before the last tile has been read: blocks of the next kernel would take its bandwidth.
     cute.arch.griddepcontrol_launch_dependents()
     if cutlass.const_expr(tile.token_scales):

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_softmax import LOG2E, columns_at, fold, folded_column
+from .cute_softmax import GROUP_BARRIER, LOG2E, columns_at, fold, folded_column
 from .cute_tile import LOAD_THREADS, MATH_THREADS, WARPGROUPS, Tile
 from .cute_work import output_of
 
@@ -26,8 +26,8 @@ def merge_warpgroups(
 ):  # fmt: skip
     """Each warpgroup takes half of a thread's columns; ``factor`` multiplies outputs."""
     places, own, per_warp = tile.places, tile.own_columns, 4 * tile.rows
-    # The rings are empty once both are here.
-    ptx.sync(MERGE_BARRIER, MATH_THREADS)
+    # Where outputs are left, all warps are done with probabilities.
+    ptx.sync(GROUP_BARRIER + group, 128)
     for quad in cutlass.range_constexpr(own // 4):
         four = slice(4 * quad, 4 * quad + 4)
         total = fold([sums[c] for c in range(own)][four], lambda x, y: x + y, lane)
@@ -38,68 +38,84 @@ def merge_warpgroups(
         if lane < 4 and warp == 0:
             mine = [references[c] for c in range(own)][four]
             ptx.shared_store(shared + places.references + group * per_warp + offset, mine, Float32)
-    slot = warp * 8 + (lane >> 2)
-    held, vector = tile.own_elements, tile.vector
-    mine_at = shared + places.exchange + (thread & 127) * (4 * vector)
-    # Each thread's vectors of a column, one after the other.
+    held, vector, share = tile.own_elements, tile.vector, own // WARPGROUPS
+    # Each thread's vectors of a column lie one after the other.
     plane, of_column = 128 * 4 * vector, 128 * 4 * held
-    for column in cutlass.range_constexpr(own):
-        elements = [outputs[k * own + column] for k in range(held)]
+    exchange = shared + places.own + (thread & 127) * (4 * vector)
+    kept = []
+    for i in cutlass.range_constexpr(share):
+        pairs = [(outputs[k * own + i], outputs[k * own + share + i]) for k in range(held)]
+        kept.append([ptx.select(group, high, low) for low, high in pairs])
+        sent = [ptx.select(group, low, high) for low, high in pairs]
         for k in cutlass.range_constexpr(0, held, vector):
-            at = mine_at + group * tile.exchange_bytes + (column * of_column + k // vector * plane)
-            ptx.shared_store(at, elements[k : k + vector], Float32)
+            at = exchange + group * tile.own_bytes + (i * of_column + k // vector * plane)
+            ptx.shared_store(at, sent[k : k + vector], Float32)
     ptx.sync(MERGE_BARRIER, MATH_THREADS)
-    share = own // WARPGROUPS
-    # A loop, and not written out: this code runs once, and fetching it takes longer than executing it.
-    for i in cutlass.range(share, unroll=1):
+    rows = []
+    for i in cutlass.range_constexpr(share):
         column = group * share + i
         offset = (column >> 2) * 64 + (lane & 3) * 16 + (column & 3) * 4
-        tops = [ptx.shared_load(shared + places.references + g * per_warp + offset, Float32) for g in range(2)]
+        at = shared + places.references + offset
+        tops = [ptx.shared_load(at + g * per_warp, Float32) for g in range(WARPGROUPS)]
+        at = shared + places.sums + offset
+        parts = [ptx.shared_load(at + w * per_warp, Float32) for w in range(4 * WARPGROUPS)]
+        others = []
+        for k in cutlass.range_constexpr(0, held, vector):
+            from_ = exchange + (1 - group) * tile.own_bytes + (i * of_column + k // vector * plane)
+            others += ptx.shared_load(from_, Float32, vector)
         top = ptx.maximum(tops[0], tops[1])
-        merged = [Float32(0.0)] * held
         total = Float32(0.0)
+        weights = []
         for g in cutlass.range_constexpr(WARPGROUPS):
-            weight = ptx.exp2((tops[g] - top) * Float32(LOG2E))
-            at = shared + places.sums + g * (4 * per_warp) + offset
-            parts = [ptx.shared_load(at + w * per_warp, Float32) for w in range(4)]
-            total = ptx.multiply_add((parts[0] + parts[1]) + (parts[2] + parts[3]), weight, total)
-            from_ = mine_at + g * tile.exchange_bytes + column * of_column
-            of_group = []
-            for k in cutlass.range_constexpr(0, held, vector):
-                of_group += ptx.shared_load(from_ + k // vector * plane, Float32, vector)
-            merged = [ptx.multiply_add(of_group[k], weight, merged[k]) for k in range(held)]
-        merged = [x * factor for x in merged]
+            weights.append(ptx.exp2((tops[g] - top) * Float32(LOG2E)))
+            of_group = (parts[4 * g] + parts[4 * g + 1]) + (parts[4 * g + 2] + parts[4 * g + 3])
+            total = ptx.multiply_add(of_group, weights[g], total)
+        mine, other = ptx.select(group, weights[1], weights[0]), ptx.select(group, weights[0], weights[1])
+        merged = [ptx.multiply_add(others[k], other, kept[i][k] * mine) * factor for k in range(held)]
         row = work.first_row + ((column >> 1) * 8 + (lane & 3) * 2 + (column & 1))
-        store_merged(tile, merged, top, total, row, slot, 4, partitions, data, work)
+        rows.append((merged, top, total, row))
+    _store_rows(tile, rows, warp * 8 + (lane >> 2), partitions, data, work)
 
 
 @cute.jit
-def store_merged(
-    tile: cutlass.Constexpr[Tile], merged, top, total, row, slot, distance: cutlass.Constexpr[int], partitions, data,
-    work,
-):  # fmt: skip
-    """Store what a task makes of a row, as its result or a partial one; see :func:`store_row`."""
-    # All lanes exchange halves, also those whose row is past the last.
-    is_row = Int32(0)
-    if row < data.query_length * data.group:
-        is_row = Int32(1)
+def _store_rows(tile: cutlass.Constexpr[Tile], rows, slot, partitions, data, work):
+    """Store what a task makes of rows, as results or as partial ones; see :func:`store_row`."""
+    count = data.query_length * data.group
     if partitions > 1 and data.partial_out != 0:
-        if is_row != 0:
-            at = Int64(work.kv_head * (data.query_length * data.group) + row) * data.capacity + work.slot
-            to = data.partial_out + at * (tile.dim * 4) + slot * (4 * tile.vector)
-            for k in cutlass.range_constexpr(0, tile.own_elements, tile.vector):
-                ptx.store(to + 32 * 4 * k, merged[k : k + tile.vector], Float32, ".cg")
-            if slot == 0:
-                ptx.store(data.partial_stats + at * 8, [top, total])
+        for merged, top, total, row in rows:
+            if row < count:
+                to, stats = partial_of(tile, data, work, row)
+                for k in cutlass.range_constexpr(0, tile.own_elements, tile.vector):
+                    at = to + (slot * (4 * tile.vector) + 32 * 4 * k)
+                    ptx.store(at, merged[k : k + tile.vector], Float32, ".cg")
+                if slot == 0:
+                    ptx.store(stats, [top, total])
     else:
-        # A row past the last one takes the sink of one that is there.
-        there = cutlass.min(row, data.query_length * data.group - 1)
-        at, lse_at, head = output_of(data, work.sequence, work.kv_head, there)
-        factor, lse = normalise(top, total, load_sink(data, head))
-        if partitions > 1:
-            # The caller has promised shorter contexts.
-            factor, lse = Float32(float("nan")), Float32(float("nan"))
-        store_row(merged, factor, lse, at, lse_at, slot, distance, is_row, data)
+        for merged, top, total, row in rows:
+            # All lanes exchange halves, also those whose row is past the last: it takes the sink of one that is there.
+            is_row = Int32(0)
+            if row < count:
+                is_row = Int32(1)
+            at, lse_at, factor, lse = result_of(top, total, cutlass.min(row, count - 1), partitions, data, work)
+            store_row(merged, factor, lse, at, lse_at, slot, 4, is_row, data)
+
+
+@cute.jit
+def partial_of(tile: cutlass.Constexpr[Tile], data, work, row):
+    """Addresses of a row's partial output, and of its reference and sum."""
+    at = Int64(work.kv_head * (data.query_length * data.group) + row) * data.capacity + work.slot
+    return data.partial_out + at * (tile.dim * 4), data.partial_stats + at * 8
+
+
+@cute.jit
+def result_of(top, total, row, partitions, data, work):
+    """Addresses of a row's output and lse, and what they become: a factor, and the lse itself."""
+    at, lse_at, head = output_of(data, work.sequence, work.kv_head, row)
+    factor, lse = normalise(top, total, load_sink(data, head))
+    if partitions > 1:
+        # The caller has promised shorter contexts.
+        factor, lse = Float32(float("nan")), Float32(float("nan"))
+    return at, lse_at, factor, lse
 
 
 @cute.jit
@@ -115,9 +131,8 @@ def store_row(merged, factor, lse, at, lse_at, slot, distance: cutlass.Constexpr
         kept = ptx.select(odd, merged[half + k], merged[k])
         got = ptx.exchange(sent, distance)
         low, high = ptx.select(odd, got, kept) * factor, ptx.select(odd, kept, got) * factor
-        word = ptx.select(data.is_float16, ptx.pack_float16(low, high), ptx.pack_bfloat16(low, high), Int32)
         if is_row != 0:
-            store_pair(at + 2 * element_of(k), word)
+            store_two(at + 2 * element_of(k), [low, high], data)
     if data.lse != 0 and is_row != 0 and slot == 0:
         ptx.store(lse_at, [lse])
 
@@ -135,6 +150,13 @@ def load_sink(data, head):
             as_bfloat16, _ = ptx.unpack_bfloat16(word)
             sink = ptx.select(data.is_float16, as_float16, as_bfloat16)
     return sink
+
+
+@cute.jit
+def store_two(address, two, data):
+    """Two elements of an output, rounded."""
+    word = ptx.select(data.is_float16, ptx.pack_float16(*two), ptx.pack_bfloat16(*two), Int32)
+    store_pair(address, word)
 
 
 @cute.jit

@@ -36,19 +36,23 @@ def produce_pieces(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work
     # A lane looks up one page of the warp's tokens, of which there are four at most.
     first_token = work.first_step * STEP + half * HALF
     block_id = _block_of(first_token, lane, first_page, end_page, table, work.steps, data)
-    full = shared + tile.places.barriers + is_values * (8 * tile.stages)
-    empty = full + 16 * tile.stages
+    places = tile.places
+    full = shared + places.full_keys + is_values * (places.full_values - places.full_keys)
+    empty = shared + places.empty_keys + is_values * (places.empty_values - places.empty_keys)
+    stages = tile.stages
+    if cutlass.const_expr(tile.value_stages != tile.stages):
+        stages = tile.stages + is_values * (tile.value_stages - tile.stages)
     stage = Int32(0)
     phase = Int32(1)
     i = Int32(0)
     while i < work.steps:
         waits_later = is_values if cutlass.const_expr(tile.turns_values) else Int32(0)
-        if i >= tile.stages and waits_later == 0:
+        if i >= stages and waits_later == 0:
             ptx.barrier_wait(empty + 8 * stage, phase)
         at_stage = shared + stage * tile.stage_bytes
         if is_values == 0:
             _copy_tokens(
-                tile, first_token, half, lane, block_id, at_stage + tile.places.keys,
+                tile, first_token, half, lane, block_id, at_stage + places.keys,
                 data.keys + Int64(work.kv_head) * data.key_head, data.key_block, data.key_token, data.key_chunk, data,
                 work,
             )  # fmt: skip
@@ -59,10 +63,10 @@ def produce_pieces(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work
             ptx.barrier_arrive_after_copies(full + 8 * stage)
         else:
             source = data.values + Int64(work.kv_head) * data.value_head
-            to = at_stage + tile.places.values
+            to = at_stage + places.values
             if cutlass.const_expr(tile.turns_values):
                 must_wait = Int32(0)
-                if i >= tile.stages:
+                if i >= stages:
                     must_wait = Int32(1)
                 _turn_tokens(
                     tile, first_token, half, lane, block_id, to, source, must_wait, empty + 8 * stage, phase, data, work
@@ -82,7 +86,7 @@ def produce_pieces(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work
         first_token = first_token + STEP
         block_id = _block_of(first_token, lane, first_page, end_page, table, work.steps - i, data)
         stage = stage + 1
-        if stage == tile.stages:
+        if stage == stages:
             stage = Int32(0)
             phase = phase ^ 1
 

@@ -59,6 +59,13 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
 
 
 @cute.jit
+def span_of(tile: cutlass.Constexpr[Tile], shared):
+    """The tokens ``[lowest, highest)`` that any of the block's rows sees, once :func:`load_queries` has ended."""
+    at = shared + tile.places.bounds
+    return ptx.shared_load(at), ptx.shared_load(at + (8 * tile.rows - 4))
+
+
+@cute.jit
 def _load(tile: cutlass.Constexpr[Tile], thread, words, data, work):
     """Eight elements of each of this thread's rows, in 16 bytes unless they lie on an element's boundary only.
 

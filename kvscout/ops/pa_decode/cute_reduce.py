@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_outputs import load_sink, normalise, store_row
+from .cute_outputs import load_sink, normalise, store_row, store_two
 from .cute_softmax import LOG2E, NOTHING
 from .cute_tile import REDUCE_FEW, REDUCE_THREADS, Tile
 from .cute_work import output_of, partitions_of
@@ -73,9 +73,13 @@ def _reduce_few(tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence
     at = _place_of(data, kv_head, row, first_slot)
     reference, total = _load_stats(data.partial_stats + at * 8, lane, count)
     parts = [_load_part(tile, data, at, Int32(k), count, lane) for k in range(REDUCE_FEW)]
+    # While they are on their way.
+    out_at, lse_at, sink = _destination(sequence, row, kv_head, data)
     top = _over_lanes(reference, ptx.maximum)
     weight = ptx.exp2((reference - top) * Float32(LOG2E))
     held = tile.own_elements
+    total = _over_lanes(ptx.multiply_add(total, weight, Float32(0.0)), lambda x, y: x + y)
+    normaliser, lse = normalise(top, total, sink)
     chains = [[Float32(0.0)] * held for _ in range(CHAINS)]
     for k in cutlass.range_constexpr(REDUCE_FEW):
         factor = ptx.from_lane(weight, Int32(k), Float32)
@@ -83,8 +87,7 @@ def _reduce_few(tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence
     merged = chains[0]
     for chain in chains[1:]:
         merged = [merged[z] + chain[z] for z in range(held)]
-    total = _over_lanes(ptx.multiply_add(total, weight, Float32(0.0)), lambda x, y: x + y)
-    _store(merged, top, total, lane, sequence, row, kv_head, data)
+    _store(tile, merged, normaliser, lse, out_at, lse_at, lane, data)
 
 
 @cute.jit
@@ -98,6 +101,8 @@ def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, coun
     acc = cute.make_rmem_tensor((held,), Float32)
     acc.fill(0.0)
     parts = [_load_part(tile, data, at, warp + i * CHAINS, count, lane) for i in range(chunk // CHAINS)]
+    # While they are on their way.
+    out_at, lse_at, sink = _destination(sequence, row, kv_head, data)
     top = found[0][0]
     for i in cutlass.range_constexpr(1, parts_of_lane):
         top = ptx.maximum(top, found[i][0])
@@ -118,6 +123,7 @@ def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, coun
         to = shared + (z * REDUCE_THREADS + thread * vector) * 4
         ptx.shared_store(to, [acc[z + e] for e in range(vector)], Float32)
     total = _over_lanes(total, lambda x, y: x + y)
+    normaliser, lse = normalise(top, total, sink)
     cute.arch.sync_threads()
     if warp == 0:
         merged = [acc[z] for z in range(held)]
@@ -127,7 +133,7 @@ def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, coun
                 from_ = shared + (z * REDUCE_THREADS + (i * 32 + lane) * vector) * 4
                 chain += ptx.shared_load(from_, Float32, vector)
             merged = [merged[z] + chain[z] for z in range(held)]
-        _store(merged, top, total, lane, sequence, row, kv_head, data)
+        _store(tile, merged, normaliser, lse, out_at, lse_at, lane, data)
     cute.arch.sync_threads()
 
 
@@ -184,8 +190,20 @@ def _over_lanes(x: Any, together: Callable[[Any, Any], Any]) -> Any:
 
 
 @cute.jit
-def _store(merged, top, total, lane, sequence, row, kv_head, data):
-    """Store a merged row by the lanes of a warp."""
+def _store(tile: cutlass.Constexpr[Tile], merged, factor, lse, out_at, lse_at, lane, data):
+    """Store a merged row by the lanes of a warp; which elements of a partial row a lane has, the tile decides."""
+    if cutlass.const_expr(tile.by_rows):
+        for j in cutlass.range_constexpr(2):
+            at = out_at + Int64((lane >> 2) * 32 + (lane & 3) * 4) + 16 * j
+            store_two(at, [x * factor for x in merged[2 * j : 2 * j + 2]], data)
+        if data.lse != 0 and lane == 0:
+            ptx.store(lse_at, [lse])
+    else:
+        store_row(merged, factor, lse, out_at, lse_at, lane, 1, Int32(1), data)
+
+
+@cute.jit
+def _destination(sequence, row, kv_head, data):
+    """Where a row's output and lse belong, and its sink."""
     out_at, lse_at, head = output_of(data, sequence, kv_head, row)
-    factor, lse = normalise(top, total, load_sink(data, head))
-    store_row(merged, factor, lse, out_at, lse_at, lane, 1, Int32(1), data)
+    return out_at, lse_at, load_sink(data, head)

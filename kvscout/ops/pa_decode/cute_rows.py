@@ -11,13 +11,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_outputs import MERGE_BARRIER, store_merged
-from .cute_queries import load_queries
+from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
+from .cute_queries import load_queries, span_of
 from .cute_softmax import FAR, GROUP_BARRIER, LOG2E, NOTHING, below
-from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, ROWS_PITCH, STEP, WARPGROUPS, Tile
+from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
 from .cute_work import partitions_of, value_factor
 
@@ -42,10 +42,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     ptx.fence_async_shared()
     ptx.sync(MATH_BARRIER, MATH_THREADS)
     first_row = warp * 16 + (lane >> 2)
-    row_scales, bounds = [], []
-    for i in cutlass.range_constexpr(2):
-        row_scales.append(ptx.shared_load(shared + places.row_scales + (first_row + 8 * i) * 4, Float32))
-        bounds.append(ptx.shared_load(shared + places.bounds + (first_row + 8 * i) * 8, Int32, 2))
+    row_scales = [ptx.shared_load(shared + places.row_scales + (first_row + 8 * row) * 4, Float32) for row in range(2)]
     outputs = cute.make_rmem_tensor((ROWS_DIM // 2,), Float32)
     outputs.fill(0.0)
     sums = cute.make_rmem_tensor((2,), Float32)
@@ -53,13 +50,10 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     references = cute.make_rmem_tensor((2,), Float32)
     references.fill(NOTHING)
     scores = cute.make_rmem_tensor((STEP // 2,), Float32)
-    full_keys = shared + places.barriers
-    full_values = full_keys + 8 * tile.stages
-    empty_keys = full_keys + 16 * tile.stages
-    empty_values = full_keys + 24 * tile.stages
+    full_keys, full_values = shared + places.full_keys, shared + places.full_values
+    empty_keys, empty_values = shared + places.empty_keys, shared + places.empty_values
     i = group
-    stage = group
-    phase = Int32(0)
+    stage, phase = group, Int32(0)
     while i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
         _score(tile, scores, row_scales, stage, shared)
@@ -67,16 +61,18 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
             ptx.barrier_arrive(empty_keys + 8 * stage)
         token = (work.first_step + i) * STEP
         if token < work.all_low or token + STEP > work.all_high:
-            _mask(scores, bounds, token + 2 * (lane & 3))
+            _mask(tile, scores, first_row, token + 2 * (lane & 3), shared)
         tops = _find_tops(scores)
         _raise_references(tops, references, sums, outputs)
         factors = [ptx.exp2((tops[k] - references[k]) * Float32(LOG2E)) for k in range(2)]
         few = _add_probabilities(tile, scores, tops, factors, sums)
         ptx.barrier_wait(full_values + 8 * stage, phase)
-        if token < work.lowest or token + STEP > work.highest:
-            clear_values(tile, stage, token, group, in_group, shared, work)
-            ptx.fence_async_shared()
-            ptx.sync(GROUP_BARRIER + group, 128)
+        if token < work.all_low or token + STEP > work.all_high:
+            lowest, highest = span_of(tile, shared)
+            if token < lowest or token + STEP > highest:
+                clear_values(tile, stage, token, group, in_group, lowest, highest, shared)
+                ptx.fence_async_shared()
+                ptx.sync(GROUP_BARRIER + group, 128)
         if cutlass.const_expr(tile.is_e4m3):
             if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
                 _add_outputs(tile, outputs, scores, factors, True, stage, lane, shared)
@@ -90,7 +86,9 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
             phase = phase ^ 1
     # Not before the last tile has been read: blocks of the next kernel would take its bandwidth.
     cute.arch.griddepcontrol_launch_dependents()
-    _merge_warpgroups(tile, references, sums, outputs, factor, partitions, group, first_row, thread, shared, data, work)
+    _merge_warpgroups(
+        tile, references, sums, outputs, factor, partitions, group, first_row, in_group, lane, shared, data, work
+    )  # fmt: skip
 
 
 def _place(half: int, pair: int, row: int, e: int) -> int:
@@ -118,8 +116,10 @@ def _score(tile: cutlass.Constexpr[Tile], scores, row_scales, stage, shared):
 
 
 @cute.jit
-def _mask(scores, bounds, token):
-    """-inf where a row does not see a token; ``token`` is this thread's first one."""
+def _mask(tile: cutlass.Constexpr[Tile], scores, first_row, token, shared):
+    """-inf where a row does not see a token; ``token`` and ``first_row`` are this thread's first ones."""
+    at = shared + tile.places.bounds + first_row * 8
+    bounds = [ptx.shared_load(at + 64 * row, Int32, 2) for row in range(2)]
     for half in cutlass.range_constexpr(2):
         for pair in cutlass.range_constexpr(GROUPS):
             for e in cutlass.range_constexpr(2):
@@ -238,42 +238,54 @@ def _add_outputs(
 
 @cute.jit
 def _merge_warpgroups(
-    tile: cutlass.Constexpr[Tile], references, sums, outputs, factor, partitions, group, first_row, thread, shared,
-    data, work,
+    tile: cutlass.Constexpr[Tile], references, sums, outputs, factor, partitions, group, first_row, thread, lane,
+    shared, data, work,
 ):  # fmt: skip
-    """Add both warpgroups' outputs up, a row by each warp at a time; ``factor`` multiplies outputs."""
-    places, lane = tile.places, thread & 31
-    # The rings are empty once both are here.
-    ptx.sync(MERGE_BARRIER, MATH_THREADS)
-    at = shared + places.exchange + group * tile.exchange_bytes
+    """Add both warpgroups' outputs up: each takes one row of a thread's two; ``factor`` multiplies outputs."""
+    in_row = ROWS_DIM // 4
+    totals = []
     for row in cutlass.range_constexpr(2):
         total = sums[row]
         for distance in cutlass.range_constexpr(2):
             total = total + ptx.exchange(total, 1 << distance)
-        number = first_row + 8 * row
-        if (lane & 3) == 0:
-            ptx.shared_store(shared + places.references + (group * tile.rows + number) * 4, [references[row]], Float32)
-            ptx.shared_store(shared + places.sums + (group * tile.rows + number) * 4, [total], Float32)
-        to = at + number * ROWS_PITCH + (lane & 3) * 8
-        for j in cutlass.range_constexpr(ROWS_DIM // 8):
-            ptx.shared_store(to + 32 * j, [outputs[4 * j + 2 * row + e] for e in range(2)], Float32)
+        totals.append(total)
+    pairs = [(outputs[4 * (k >> 1) + (k & 1)], outputs[4 * (k >> 1) + 2 + (k & 1)]) for k in range(in_row)]
+    mine = [ptx.select(group, high, low) for low, high in pairs]
+    # Each thread's vectors lie one after the other, and those of its number in the other warpgroup are its own.
+    exchange = shared + tile.places.own + thread * 16
+    stats = shared + tile.places.references + thread * 8
+    for k in cutlass.range_constexpr(0, in_row, 4):
+        sent = [ptx.select(group, low, high) for low, high in pairs[k : k + 4]]
+        ptx.shared_store(exchange + (group * tile.own_bytes + k * 512), sent, Float32)
+    sent = [ptx.select(group, x[0], x[1]) for x in ([references[0], references[1]], totals)]
+    ptx.shared_store(stats + group * (8 * 128), sent, Float32)
     ptx.sync(MERGE_BARRIER, MATH_THREADS)
-    element = (lane >> 3) * 16 + (lane & 7)
-    for i in cutlass.range(tile.rows * 32 // MATH_THREADS, unroll=1):
-        number = (thread >> 5) + i * (MATH_THREADS // 32)
-        tops = [
-            ptx.shared_load(shared + places.references + (g * tile.rows + number) * 4, Float32)
-            for g in range(WARPGROUPS)
-        ]
-        top = ptx.maximum(tops[0], tops[1])
-        merged: Any = [Float32(0.0)] * 4
-        total = Float32(0.0)
-        for g in cutlass.range_constexpr(WARPGROUPS):
-            weight = ptx.exp2((tops[g] - top) * Float32(LOG2E))
-            part = ptx.shared_load(shared + places.sums + (g * tile.rows + number) * 4, Float32)
-            total = ptx.multiply_add(part, weight, total)
-            row_at = shared + places.exchange + g * tile.exchange_bytes + number * ROWS_PITCH + element * 4
-            held = [ptx.shared_load(row_at + (k >> 1) * 256 + (k & 1) * 32, Float32) for k in range(4)]
-            merged = [ptx.multiply_add(held[k], weight, merged[k]) for k in range(4)]
-        merged = [x * factor for x in merged]
-        store_merged(tile, merged, top, total, work.first_row + number, lane, 1, partitions, data, work)
+    reference, total = ptx.shared_load(stats + (1 - group) * (8 * 128), Float32, 2)
+    others = []
+    for k in cutlass.range_constexpr(0, in_row, 4):
+        others += ptx.shared_load(exchange + ((1 - group) * tile.own_bytes + k * 512), Float32, 4)
+    my_reference, my_total = (ptx.select(group, x[1], x[0]) for x in ([references[0], references[1]], totals))
+    top = ptx.maximum(my_reference, reference)
+    weights = [ptx.exp2((x - top) * Float32(LOG2E)) for x in (my_reference, reference)]
+    total = ptx.multiply_add(total, weights[1], my_total * weights[0])
+    merged = [ptx.multiply_add(others[k], weights[1], mine[k] * weights[0]) * factor for k in range(in_row)]
+    _store_row(tile, merged, top, total, work.first_row + (first_row + 8 * group), lane, partitions, data, work)
+
+
+@cute.jit
+def _store_row(tile: cutlass.Constexpr[Tile], merged, top, total, row, lane, partitions, data, work):
+    """Store a row that four lanes share, as a result or as a partial one."""
+    if row < data.query_length * data.group:
+        quarter = lane & 3
+        if partitions > 1 and data.partial_out != 0:
+            to, stats = partial_of(tile, data, work, row)
+            for k in cutlass.range_constexpr(0, ROWS_DIM // 4, 4):
+                ptx.store(to + (k * 16 + quarter * 16), merged[k : k + 4], Float32, ".cg")
+            if quarter == 0:
+                ptx.store(stats, [top, total])
+        else:
+            at, lse_at, factor, lse = result_of(top, total, row, partitions, data, work)
+            for j in cutlass.range_constexpr(ROWS_DIM // 8):
+                store_two(at + Int64(quarter) * 4 + 16 * j, [x * factor for x in merged[2 * j : 2 * j + 2]], data)
+            if data.lse != 0 and quarter == 0:
+                ptx.store(lse_at, [lse])

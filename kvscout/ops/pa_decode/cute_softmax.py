@@ -148,9 +148,7 @@ def store_probabilities(
 ):  # fmt: skip
     """Store probabilities in shared memory as the B operand of the outputs, or ``finer`` terms of e4m3 sums of them."""
     own, pitch, places = tile.own_columns, tile.query_pitch, tile.places
-    at = (
-        shared + (places.finer if finer else places.probabilities) + group * tile.probability_bytes + warp * (2 * pitch)
-    )
+    at = shared + (places.finer if finer else places.own) + group * tile.own_bytes + warp * (2 * pitch)
     if cutlass.const_expr(tile.is_e4m3):
         # After the transpose a lane holds four tokens of one column.
         which = (lane >> 2) & 3

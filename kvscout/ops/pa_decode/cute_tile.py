@@ -43,8 +43,9 @@ CORE = 128
 """Bytes of a core matrix."""
 ROWS_DIM = 128
 """D where query rows are the rows of products."""
-ROWS_PITCH = (ROWS_DIM + 8) * 4
-"""Bytes from a row of exchanged outputs to the next where rows are many: such that neighbours are in other banks."""
+SHARED_BYTES = 228 << 10
+"""Shared memory of a multiprocessor, of which the system takes the following for each thread block."""
+RESERVED_BYTES = 1024
 REDUCE_THREADS = 128
 REDUCE_FEW = 8
 """Partial results that a warp of the merge adds up by itself."""
@@ -59,17 +60,20 @@ class Places(NamedTuple):
     keys: int
     values: int
     queries: int  # B operand
-    probabilities: int  # B operand of each warpgroup
-    finer: int  # the same of what two e4m3 numbers leave of them
-    exchange: int  # outputs of each warpgroup
+    own: int  # of each warpgroup: probabilities, a B operand, and in the end the outputs that it leaves to the other
+    finer: int  # what two e4m3 numbers leave of probabilities; of pairs of thread blocks, in their place for a while
     bounds: int  # (low, high) of each row
     row_scales: int
     maxima: int  # of each warpgroup, warp and row
     sums: int  # of each warpgroup, warp and row
-    references: int  # of each warpgroup and row
+    references: int  # of each warpgroup and row; by rows, of each thread and with its sums
     key_scales: int  # of each stage and token
     value_scales: int
-    barriers: int  # keys full, values full, keys empty, values empty: one of each stage
+    full_keys: int  # a barrier of each stage
+    full_values: int
+    empty_keys: int
+    empty_values: int
+    constants: int  # a word of each warp
     size: int
 
 
@@ -81,12 +85,14 @@ class Tile:
         cache: "e4m3", "bf16" or "fp16".
         page: tokens per page; 128 where the cache is not chunked, whatever it has.
         rows: query rows of a thread block; a multiple of 16.
-        stages: steps that the rings hold.
+        stages: steps whose keys the ring holds.
         blocks: thread blocks that share a multiprocessor.
         token_scales: whether keys or values have a scale per token.
         by_rows: whether query rows, which are 64, are the rows of products.
         dim: D, elements of a head.
         layout: how the cache lies.
+        value_stages: steps whose values their ring holds, 0 for as many. Values stay until a step has ended, keys
+            until it has scores.
     """
 
     cache: str
@@ -98,16 +104,19 @@ class Tile:
     by_rows: bool = False
     dim: int = 128
     layout: str = CHUNKED
+    value_stages: int = 0
 
     def __post_init__(self) -> None:
+        if self.value_stages == 0:
+            object.__setattr__(self, "value_stages", self.stages)
         # A warpgroup that met a stage only every other phase would take one parity for the other.
-        mixed_up = self.alternate and self.stages % WARPGROUPS != 0
+        mixed_up = self.alternate and (self.stages % WARPGROUPS != 0 or self.value_stages % WARPGROUPS != 0)
         if self.rows % 16 or STEP % self.page or mixed_up or not (self.in_bulk or self.page == STEP):
             raise ValueError(f"no kernel for {self}")
         if self.by_rows and (self.rows != 64 or self.token_scales or self.dim != ROWS_DIM or not self.in_bulk):
             raise ValueError(f"no kernel for {self}")
-        if WARPGROUPS * self.exchange_bytes > self.places.finer:
-            raise ValueError(f"{self}: outputs would be exchanged where something else still lies")
+        if self.places.size > SHARED_BYTES // self.blocks - RESERVED_BYTES:
+            raise ValueError(f"{self}: needs more shared memory than there is")
 
     @property
     def name(self) -> str:
@@ -115,7 +124,8 @@ class Tile:
         scales = "_token_scales" if self.token_scales else "_by_rows" if self.by_rows else ""
         pages = f"page{self.page}" if self.in_bulk else self.layout
         shape = f"{self.cache}_d{self.dim}_{pages}_rows{self.rows}"
-        return f"pa_decode_{shape}_stages{self.stages}x{self.blocks}{scales}"
+        stages = f"{self.stages}" if self.value_stages == self.stages else f"{self.stages}_{self.value_stages}"
+        return f"pa_decode_{shape}_stages{stages}x{self.blocks}{scales}"
 
     @property
     def in_bulk(self) -> bool:
@@ -180,11 +190,13 @@ class Tile:
     @property
     def moves_registers(self) -> bool:
         """Whether the loading warps give registers to those that multiply."""
-        return self.rows > 32 or self.rows * self.dim > 32 * 128
+        return self.blocks > 1 or self.rows > 32 or self.rows * self.dim > 32 * 128
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Those of a multiplying and of a loading thread then: no more than all threads are started with, 168 each."""
+        """Those of a multiplying and of a loading thread then: no more than all threads start with, 168 or 80 each."""
+        if self.blocks > 1:
+            return (104, 24) if self.in_bulk or not self.token_scales else (96, 40)
         return (240, 24) if self.rows > 32 else (232, 40)
 
     @property
@@ -270,9 +282,9 @@ class Tile:
         return 0 if self.by_rows else 8 * self.query_pitch
 
     @property
-    def exchange_bytes(self) -> int:
-        """Bytes of the outputs of a warpgroup."""
-        return self.rows * (ROWS_PITCH if self.by_rows else self.dim * 4)
+    def own_bytes(self) -> int:
+        """Bytes of a warpgroup's own: of its probabilities, or of half of its outputs."""
+        return max(self.probability_bytes, self.rows // WARPGROUPS * self.dim * 4)
 
     @property
     def places(self) -> Places:
@@ -284,25 +296,25 @@ class Tile:
             begin, at = at, at + (size + 15) // 16 * 16
             return begin
 
-        ring = self.stages * self.stage_bytes
-        keys, values = take(ring), take(ring)
         per_row = 4 * self.rows
-        scales = self.stages * STEP * 4 if self.token_scales else 0
+        of_step = STEP * 4 if self.token_scales else 0
         return Places(
-            keys=keys,
-            values=values,
+            keys=take(self.stages * self.stage_bytes),
+            values=take(self.value_stages * self.stage_bytes),
             queries=take(self.rows * self.dim * 2),
-            probabilities=take(WARPGROUPS * self.probability_bytes),
-            finer=take(WARPGROUPS * self.probability_bytes if self.is_e4m3 else 0),
-            # The rings are empty by then, and queries and probabilities have been used.
-            exchange=keys,
+            own=(own := take(WARPGROUPS * self.own_bytes)),
+            finer=own if not self.is_e4m3 or self.by_rows or self.blocks > 1 else take(WARPGROUPS * self.own_bytes),
             bounds=take(2 * per_row),
             row_scales=take(per_row),
             maxima=take(WARPGROUPS * 4 * per_row),
             sums=take(WARPGROUPS * 4 * per_row),
-            references=take(WARPGROUPS * per_row),
-            key_scales=take(scales),
-            value_scales=take(scales),
-            barriers=take(8 * 4 * self.stages),
+            references=take(WARPGROUPS * (128 * 8 if self.by_rows else per_row)),
+            key_scales=take(self.stages * of_step),
+            value_scales=take(self.stages * of_step),
+            full_keys=take(8 * self.stages),
+            full_values=take(8 * self.value_stages),
+            empty_keys=take(8 * self.stages),
+            empty_values=take(8 * self.value_stages),
+            constants=take(4 * THREADS // 32),
             size=at,
         )

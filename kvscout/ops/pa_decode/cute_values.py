@@ -9,7 +9,7 @@ from .cute_tile import CORE, STEP, WARPGROUPS, Tile
 
 
 @cute.jit
-def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, thread, shared, work):
+def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, thread, lowest, highest, shared):
     """Zeros where values are those of no token in question, or where none were loaded: they may be NaN.
 
     Tokens from ``highest`` on are cleared one by one, those before ``lowest`` by pieces that hold no other.
@@ -23,8 +23,8 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
     if cutlass.const_expr(not tile.alternate):
         at = at + group * (tile.dim * 16)
         start = start + group * tile.tokens_of_piece
-    limit = work.highest - start
-    skipped = work.lowest - start
+    limit = highest - start
+    skipped = lowest - start
     of_word = tile.tokens_of_piece // 4
     spacing = tile.tokens_of_piece * (1 if tile.alternate else WARPGROUPS)
     for place in cutlass.range_constexpr(STEP * tile.dim // (spacing * 128)):
@@ -54,8 +54,8 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     values = ptx.descriptor(shared + places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
     if cutlass.const_expr(not tile.alternate):
         values = values + group * (tile.value_parity >> 4)
-    stored = places.finer if finer else places.probabilities
-    probabilities = ptx.descriptor(shared + stored + group * tile.probability_bytes, tile.query_pitch)
+    stored = shared + (places.finer if finer else places.own)
+    probabilities = ptx.descriptor(stored + group * tile.own_bytes, tile.query_pitch)
     high, low = (2.0**-10, 2.0**-16) if finer else (1.0, 2.0**-4)
     pieces = 2  # of 16 bytes, of one product's K
     tokens = STEP if tile.alternate else STEP // WARPGROUPS

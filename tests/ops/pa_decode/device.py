@@ -131,6 +131,7 @@ class Memory:
         copies: for each warp and lane, (shared address, global address, bytes) of what it copied, in order.
         stores: for each warp and lane, where it stored in shared memory.
         products: for each matrix instruction, the bytes of its operand A: ``[64, bytes]``.
+        waits: (warp, barrier, parity of the phase) of every wait; none is waited for.
     """
 
     def __init__(self, size, arrays):
@@ -138,7 +139,7 @@ class Memory:
         # Far apart, so that no address of one is an address of another.
         self.arrays = {(i + 1) << 44: array.reshape(-1).view(np.uint8) for i, array in enumerate(arrays)}
         self.copies, self.stores, self.products = {}, {}, []
-        self.expected, self.arrived = {}, {}
+        self.expected, self.arrived, self.waits = {}, {}, set()
 
     def address(self, i):
         """Where an array begins."""
@@ -220,7 +221,7 @@ class Memory:
             barrier_arrive=self._arrive,
             barrier_arrive_after_copies=self._arrive,
             fence_async_shared=lambda: None,
-            barrier_wait=None,
+            barrier_wait=lambda barrier, phase: self.waits.add((lanes._lane.thread // 32, int(barrier), int(phase))),
             from_lane=lambda value, lane, kind=Int32: lanes._warp(value)[lane],
             multiply_add=lambda x, y, z: x * y + z,
             multiply=lambda *arguments: self._multiply(*arguments),

@@ -138,8 +138,11 @@ def check_copies(loaded):
     """Barriers, scales, and how copies meet memory; all before anything is multiplied."""
     memory, tile = loaded.memory, loaded.tile
     places = tile.places
-    full = [places.barriers + 8 * (tile.stages * which + i) for which in range(2) for i in range(loaded.steps)]
+    full = [place + 8 * i for place in (places.full_keys, places.full_values) for i in range(loaded.steps)]
     assert set(memory.expected) == set(full)
+    # Values do not begin to arrive before the first keys have.
+    waits = tile.in_bulk and not tile.token_scales and tile.stages > 1
+    assert memory.waits == ({(warp, places.full_keys, 0) for warp in (2, 3)} if waits else set())
     assert memory.arrived == memory.expected | ({} if tile.in_bulk else dict.fromkeys(full, 64))
     if tile.token_scales:
         for i in range(loaded.steps):
@@ -178,7 +181,8 @@ def test_operands_are_the_keys_and_values_of_their_tokens(tile, layout, page):
         if tile.in_bulk and (first_token < loaded.lowest or first_token + STEP > loaded.highest):
             for thread in range(128):
                 values.clear_values(
-                    tile, stage, Int32(first_token), group, Int32(thread), Int32(0), loaded.work
+                    tile, stage, Int32(first_token), group, Int32(thread), loaded.work.lowest, loaded.work.highest,
+                    Int32(0),
                 )  # fmt: skip
         products = loaded.products(scores.score, zeros, zeros, zeros, stage, group)
         halves = products.reshape(tile.halves, -1, 64, 32).transpose(0, 2, 1, 3).reshape(tile.halves, 64, -1)

@@ -20,6 +20,8 @@ TILES = [
     if program.spec.blocks == 1 and program.spec.cache == "bf16" and program.spec.layout == "plain_v"
 ]
 
+BY_ROWS = next(program.spec for program in VARIANT.programs() if program.spec.by_rows and program.spec.cache == "bf16")
+
 
 def expected(dim):
     """``[GROUP, dim]``, each element another number, of those that float16 holds."""
@@ -69,6 +71,31 @@ class Outputs:
 
         lanes.run(one, MATH_THREADS, 0, 1)
 
+    def merge_rows(self, tile, partitions):
+        """The same where query rows are the rows of products."""
+        merge = code_of("cute_rows", self.memory.ptx)._merge_warpgroups
+        wanted = np.zeros((tile.rows, tile.dim), np.float32)
+        wanted[:GROUP] = expected(tile.dim)
+        work = SimpleNamespace(first_row=Int32(0), kv_head=HEAD, sequence=SEQUENCE, slot=SLOT)
+
+        def one(warp, lane):
+            group, warp = warp >> 2, warp & 3
+            first_row = warp * 16 + lane // 4
+            outputs = [
+                Float32(wanted[first_row + 8 * row, 8 * j + lane % 4 * 2 + e] / 2)
+                for j in range(tile.dim // 8)
+                for row in range(2)
+                for e in range(2)
+            ]
+            # Four lanes have a part of a sum each.
+            references, sums = [Float32(2)] * 2, [Float32(1 / 8)] * 2
+            merge(
+                tile, references, sums, outputs, Float32(1), partitions, group, Int32(first_row),
+                Int32(warp * 32 + lane), Int32(lane), Int32(0), self.data, work,
+            )  # fmt: skip
+
+        lanes.run(one, MATH_THREADS, 0, 1)
+
     def reduce(self, tile):
         reduce = code_of("cute_reduce", self.memory.ptx).reduce_sequences
 
@@ -95,6 +122,21 @@ def test_every_element_of_a_row_is_stored_in_its_place(tile):
     outputs = Outputs(tile, 1)
     outputs.merge_warpgroups(tile, 1)
     outputs.check(tile.dim)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
+@pytest.mark.parametrize("count", [1, 2, REDUCE_FEW + 1])
+def test_rows_of_products_become_the_same_outputs(count):
+    outputs = Outputs(BY_ROWS, count)
+    outputs.merge_rows(BY_ROWS, count)
+    if count > 1:
+        mine = slice(SLOT, SLOT + 1)
+        assert np.isnan(outputs.partials).sum() == outputs.partials.size - GROUP * BY_ROWS.dim
+        for partial in (outputs.partials, outputs.stats):
+            partial[HEAD, :, SLOT : SLOT + count] = partial[HEAD, :, mine]
+        outputs.reduce(BY_ROWS)
+        outputs.lse -= np.log(np.float32(count))
+    outputs.check(BY_ROWS.dim)
 
 
 # A partial result that is not there counts from the least float on.

@@ -93,19 +93,26 @@ def test_the_longest_context_does_not_overflow():
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
 def test_shared_memory_holds_everything_apart_and_aligned(tile):
     places = tile.places
-    ring = tile.stages * tile.stage_bytes
-    assert (places.keys, places.values, places.queries) == (0, ring, 2 * ring)
+    keys, values = tile.stages * tile.stage_bytes, tile.value_stages * tile.stage_bytes
+    assert (places.keys, places.values, places.queries) == (0, keys, keys + values)
     assert tile.rows * tile.dim * 2 == tile.query_pitch * tile.chunks
-    # Both rings are empty when outputs are exchanged.
-    assert places.exchange + 2 * tile.exchange_bytes <= 2 * ring
-    begins = [place for name, place in zip(places._fields, places, strict=True) if name not in ("exchange", "size")]
+    begins = [place for name, place in zip(places._fields, places, strict=True) if name != "size"]
     assert begins == sorted(begins)
     assert all(place % 16 == 0 for place in places)
-    assert places.size == places.barriers + 8 * 4 * tile.stages <= (228 << 10) // tile.blocks - 1024
+    assert places.size == places.constants + 4 * 12 <= (228 << 10) // tile.blocks - 1024
+    assert places.constants >= places.empty_values + 8 * tile.value_stages
+    # What a warpgroup leaves to the other: half of its outputs.
+    assert places.finer in (places.own, places.own + 2 * tile.own_bytes)
+    assert places.bounds == places.finer + 2 * tile.own_bytes
+    assert tile.own_bytes >= max(tile.rows // 2 * tile.dim * 4, tile.probability_bytes)
 
 
 def test_what_no_kernel_would_get_right_is_no_kernel():
-    for wrong in ({"stages": 3}, {"rows": 24}, {"page": 48}, {"layout": "plain_v"}):
+    for wrong in ({"stages": 3}, {"value_stages": 5}, {"rows": 24}, {"page": 48}, {"layout": "plain_v"}):
         with pytest.raises(ValueError, match="no kernel"):
             Tile(**{"cache": "e4m3", "page": 16, "rows": 16, "stages": 4, **wrong})
-    assert Tile("bf16", 16, 16, 3).name.isidentifier()
+    with pytest.raises(ValueError, match="more shared memory"):
+        Tile("e4m3", 16, 16, 4, 2)
+    tile = Tile("bf16", 16, 16, 3)
+    assert tile.name.isidentifier()
+    assert tile.value_stages == 3

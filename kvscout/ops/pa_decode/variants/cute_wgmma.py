@@ -146,7 +146,11 @@ def _program(problem: Problem, config: Config) -> Program:
 
 
 def _named(cache: str, dim: int, layout: str, page: int, config: Config, token_scales: bool) -> Program:
-    tile = Tile(cache, page, config.rows, config.stages, config.blocks, token_scales, config.by_rows, dim, layout)
+    # A pair has room for more values than keys.
+    value_stages = config.stages * config.blocks
+    tile = Tile(
+        cache, page, config.rows, config.stages, config.blocks, token_scales, config.by_rows, dim, layout, value_stages
+    )
     return Program(tile.name, "kvscout.ops.pa_decode.cute_launch:build", tile)
 
 
