@@ -9,22 +9,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import device, env
 from ..aot import models
-from ..kernels.cute.program import Program
 from . import console, workers
 from .arguments import UsageError
-
-if TYPE_CHECKING:
-    from ..kernels.triton_store import Kernel
+from .builds import AnyKernel
 
 GFX1250_NEEDS = (3, 9)
 """The first version of Triton whose kernels for gfx1250 were looked at and do not spill their registers."""
 
 
-def of(names: Sequence[str], files: Sequence[Path], archs: str, jobs: int) -> tuple[list[Program | Kernel], bool]:
+def of(names: Sequence[str], files: Sequence[Path], archs: str, jobs: int) -> tuple[list[AnyKernel], bool]:
     """What the calls of these models ask for on these GPUs, and whether it is not known for one of them.
 
     Raises:
@@ -46,7 +42,7 @@ def of(names: Sequence[str], files: Sequence[Path], archs: str, jobs: int) -> tu
             console.error(f"{arch}: {reason}")
         else:
             served.append(device.StandIn(arch, num_sms))
-    found: dict[Program | Kernel, None] = {}
+    found: dict[AnyKernel, None] = {}
     with console.Progress(len(served), "aot: calls") as progress:
         for gpu, asked in _replays(wanted, served, jobs):
             found |= dict.fromkeys(asked)
@@ -94,7 +90,7 @@ def _cannot_serve(arch: str) -> str | None:
 
 def _replays(
     wanted: Mapping[str, models.Model], gpus: Sequence[device.StandIn], jobs: int
-) -> Iterator[tuple[device.StandIn, list[Program | Kernel]]]:
+) -> Iterator[tuple[device.StandIn, list[AnyKernel]]]:
     """Each GPU's in a process of its own, in the order of the GPUs."""
     for start in range(0, len(gpus), jobs):
         with contextlib.ExitStack() as pools:
@@ -111,7 +107,7 @@ def _replays(
                     raise UsageError(f"--archs: the process that stood for {gpu.arch} has ended: {broken}") from broken
 
 
-def _replay(wanted: Mapping[str, models.Model], gpu: device.StandIn) -> list[Program | Kernel]:
+def _replay(wanted: Mapping[str, models.Model], gpu: device.StandIn) -> list[AnyKernel]:
     from ..aot.replay import kernels_of
 
     return kernels_of(wanted, gpu)
