@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from .. import device, env
+from .. import device, env, tuning
 from ..aot import models
 from . import console, workers
 from .arguments import UsageError
@@ -23,32 +23,45 @@ GFX1250_NEEDS = (3, 9)
 def of(names: Sequence[str], files: Sequence[Path], archs: str, jobs: int) -> tuple[list[AnyKernel], bool]:
     """What the calls of these models ask for on these GPUs, and whether it is not known for one of them.
 
+    GPUs of one architecture may choose differently where there are tuned tables of them: all choices count.
+
     Raises:
         UsageError: there is no Triton to ask, or it interprets its kernels, or what describes a model or a GPU cannot
             be read, or a model's call is not legal.
         UnsupportedProblem: no variant serves a call.
+        WrongVariable: a variable that says which tuned tables there are means nothing.
     """
     wanted, gpus = _models(names, files), _gpus(archs)
     if importlib.util.find_spec("triton") is None:
         raise UsageError("--model, --shapes: need the Python package 'triton', which is not installed")
     if env.triton_interpret():
         raise UsageError("TRITON_INTERPRET: is set, so that Triton compiles nothing")
-    served = []
+    served: list[device.StandIn] = []
+    failed = False
     for arch, num_sms in gpus:
         reason = _cannot_serve(arch)
         if reason is None and num_sms is None:
             reason = f"which kernels are asked for depends on its number of multiprocessors N; name it as {arch}:N"
         if reason is not None or num_sms is None:
             console.error(f"{arch}: {reason}")
+            failed = True
         else:
-            served.append(device.StandIn(arch, num_sms))
+            served += _with_tables(arch, num_sms)
     found: dict[AnyKernel, None] = {}
     with console.Progress(len(served), "aot: calls") as progress:
         for gpu, asked in _replays(wanted, served, jobs):
             found |= dict.fromkeys(asked)
             progress.show(gpu.arch)
             progress.advance()
-    return list(found), len(served) < len(gpus)
+    return list(found), failed
+
+
+def _with_tables(arch: str, num_sms: int) -> list[device.StandIn]:
+    """A GPU that follows the rule alone, and one for each model of it that a tuned table is here for."""
+    tuned = tuning.models(arch, num_sms)
+    if tuned:
+        console.out(f"{arch}: what the rule chooses, and what is tuned for {', '.join(map(repr, tuned))}")
+    return [device.StandIn(arch, num_sms, model) for model in (None, *tuned)]
 
 
 def _models(names: Sequence[str], files: Sequence[Path]) -> dict[str, models.Model]:

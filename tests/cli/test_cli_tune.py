@@ -314,7 +314,7 @@ class TestUsage:
         [
             ("[]", "is no tuned table of format 1"),
             ("", "is not JSON"),
-            ('{"format": 1, "device": "NVIDIA H200", "ops": {}}', "was tuned on NVIDIA H200, and this is"),
+            ('{"format": 1, "device": "NVIDIA H200", "ops": {}}', "was tuned on 'NVIDIA H200', and this is"),
         ],
     )
     @pytest.mark.parametrize("option", ["--output", "--check"])
