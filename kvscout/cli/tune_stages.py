@@ -153,7 +153,7 @@ def compiler(jobs: int, limit: Limit, progress: console.Progress) -> Iterator[Co
     """A compiler with so many processes; one that does nothing where there is to be no more than this one."""
 
     def say(detail: str) -> None:
-        progress.show(detail)
+        progress.show(f"({detail})")
         progress.advance(0)
 
     if jobs == 1:

@@ -96,6 +96,16 @@ class TestOrder:
         times = [event.partition(" within")[0] for event in events if not event.startswith("compile")]
         assert times == ["begin 0", "begin 1", "finish 0", "finish 1", "begin 2", "finish 2"]
 
+    def test_what_is_compiled_is_said_now_and_then(self, events, cache, capsys, monkeypatch):
+        monkeypatch.setattr(console, "LINE_EVERY_S", 0.0)
+        search([work(BUCKETS[0], "one")], [])
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[:3] == [
+            "tune: 0 of 1 (1 of 2 kernels compiled)",
+            "tune: 0 of 1 (2 of 2 kernels compiled)",
+            "tune: 0 of 1 x one",
+        ]
+
     def test_one_process_alone_compiles_nothing_ahead(self, events, cache):
         search([work(BUCKETS[0], "one")], [], jobs=1)
         assert events == ["begin one within 1.25", "finish one"]
@@ -194,3 +204,13 @@ class TestScouts:
 
         with pytest.raises(Stopped, match=r"^a process that made the inputs of cases has ended: gone$"):
             threads(scout)
+
+
+@pytest.mark.gpu
+def test_for_real(run_python, tmp_path):
+    """On a GPU: kernels are compiled ahead into the cache, and what they take is timed."""
+    env = {"KVSCOUT_CACHE_DIR": str(tmp_path / "cache"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    words = ("tune", "mqa_logits", "--case", "1024x1024-h32", "--jobs", "2", "--output", str(tmp_path / "t.json"))
+    done = run_python("-m", "kvscout", *words, env=env)
+    assert "t.json: 1 entry" in done.stdout
+    assert list((tmp_path / "cache").rglob("triton_staged._kernel/*/kernel"))

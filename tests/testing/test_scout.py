@@ -20,7 +20,7 @@ def test_one_process_finds_out_the_bucket_or_what_is_wrong(doubling):
 
 
 SCOUT = """
-import json
+import json, pickle
 from kvscout.testing import scout
 from kvscout.testing.cases.mqa_logits import MqaLogitsCase
 from kvscout.testing.cases.pa_decode import PaDecodeCase
@@ -32,7 +32,8 @@ for name, case in (
     ("decode", PaDecodeCase((40, 300), group=16, kv_heads=1, layout="nhd", splits=(4, 8))),
     ("wrong", MqaLogitsCase(1, 1, 32, 64, fnuz=True, values="nan")),
 ):
-    known = scout.scout(case, cpu, arch)
+    # As from another process.
+    known = pickle.loads(pickle.dumps(scout.scout(case, cpu, arch)))
     kernels = {key.variant: [] for key in known.kernels}
     for key, of in known.kernels.items():
         kernels[key.variant].append([kernel.name for kernel in of])
