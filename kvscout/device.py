@@ -79,10 +79,17 @@ DEFAULT_NUM_SMS = 132
 
 @dataclass(frozen=True)
 class StandIn:
-    """A GPU that is not here: its architecture as :func:`arch_of` would give it, and its multiprocessors."""
+    """A GPU that is not here.
+
+    Attributes:
+        arch: its architecture, as :func:`arch_of` would give it.
+        num_sms: its multiprocessors.
+        model: its name, as :func:`name_of` would give it, by which it finds its tuned tables; None for one without any.
+    """
 
     arch: str
     num_sms: int
+    model: str | None = None
 
 
 _stand_in: StandIn | None = None
@@ -156,10 +163,12 @@ def _cpu_name() -> str:
 
 
 def model_of(arch: str) -> str | None:
-    """Name of this machine's device of an architecture, None without one.
+    """Name of this machine's device of an architecture, None without one; a stand-in's where that is of it.
 
     Of several models the one that torch uses now is taken, or else the first.
     """
+    if _stand_in is not None and arch == _stand_in.arch:
+        return _stand_in.model
     if arch == "cpu":
         return _cpu_name()
     if not torch.cuda.is_available():

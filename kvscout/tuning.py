@@ -33,6 +33,9 @@ FORMAT = 1
 
 PACKAGED = Path(__file__).parent / "tuned"
 
+MOST_QUOTED = 64
+"""Characters of a name in a table that are shown."""
+
 Bucket = frozenset[tuple[str, str | int | bool]]
 """Names and values of what a table tells apart."""
 
@@ -148,9 +151,53 @@ def look(model: str) -> dict[Path, Table | WrongTable | None]:
     Raises:
         WrongVariable: KVSCOUT_TUNED_DIR names no folder.
     """
-    own = env.tuned_dir()
-    files = [folder / file_name(model) for folder in (own, PACKAGED) if folder is not None]
-    return {file: _found(file, model) for file in files}
+    return {file: _found(file, model) for file in (folder / file_name(model) for folder in _folders())}
+
+
+def _folders() -> list[Path]:
+    return [folder for folder in (env.tuned_dir(), PACKAGED) if folder is not None]
+
+
+def models(arch: str, num_sms: int) -> list[str]:
+    """GPUs of an architecture, with so many multiprocessors, whose calls would look into a table that is here.
+
+    The runs in a table say what they were made on. A table that cannot be read, or does not say it, is left alone with
+    a line in the log.
+
+    Raises:
+        WrongVariable: KVSCOUT_TUNED_DIR or KVSCOUT_TUNED means nothing.
+    """
+    if not env.use_tuned():
+        return []
+    found: dict[str, None] = {}
+    for file in (file for folder in _folders() for file in sorted(folder.glob("*.json"))):
+        try:
+            model, machines = _tuned_on(file)
+        except WrongTable as error:
+            warn(f"{file}: {error}")
+            continue
+        # No call would look into a file of another name.
+        if file_name(model) == file.name and any(
+            machine.get("arch") == arch and machine.get("sms", num_sms) == num_sms for machine in machines
+        ):
+            found[model] = None
+    return list(found)
+
+
+def _tuned_on(file: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The model that a table is of, and the machines that it was tuned on.
+
+    Raises:
+        WrongTable: it cannot be read, is no table, or does not say.
+    """
+    content = _content(file)
+    try:
+        machines = [dict(run["machine"]) for run in content["runs"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WrongTable(f"is no whole table ({type(error).__name__}: {error})") from error
+    if not any("arch" in machine for machine in machines):
+        raise WrongTable("does not say on which architecture it was tuned")
+    return str(content.get("device")), machines
 
 
 def _found(file: Path, model: str) -> Table | WrongTable | None:
@@ -168,6 +215,24 @@ def read(file: Path, model: str) -> dict[str, Any]:
     Raises:
         WrongTable: it cannot be read, is no table, or is one of another model. The message does not name the file.
     """
+    content = _content(file)
+    if content.get("device") != model:
+        raise WrongTable(f"was tuned on {_quoted(content.get('device'))}, and this is {model}")
+    try:
+        _sections(content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise WrongTable(f"is no whole table ({type(error).__name__}: {error})") from error
+    return content
+
+
+def _quoted(name: object) -> str:
+    """A name of a file's, which may be anything, for a line of a log."""
+    text = str(name)
+    return repr(text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}...")
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """What a table holds, of whichever model."""
     try:
         content = json.loads(file.read_text())
     except OSError as error:
@@ -176,12 +241,6 @@ def read(file: Path, model: str) -> dict[str, Any]:
         raise WrongTable(f"is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise WrongTable(f"is no tuned table of format {FORMAT}")
-    if content.get("device") != model:
-        raise WrongTable(f"was tuned on {content.get('device')}, and this is {model}")
-    try:
-        _sections(content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise WrongTable(f"is no whole table ({type(error).__name__}: {error})") from error
     return content
 
 

@@ -19,5 +19,15 @@ def test_meta_tensors_lie_on_the_gpu_that_they_stand_for():
     assert arch_of(META) == "meta"
 
 
+def test_a_stand_in_has_the_name_that_it_is_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with stand_in(StandIn("sm_90", 132, "NVIDIA H200")):
+        assert [device.model_of(arch) for arch in ("sm_90", "sm_80")] == ["NVIDIA H200", None]
+        assert device.model_of("cpu") == device.name_of(CPU)
+        with stand_in(StandIn("sm_90", 132)):
+            assert device.model_of("sm_90") is None
+    assert device.model_of("sm_90") is None
+
+
 def test_the_gpu_that_was_measured_has_as_many_multiprocessors_as_plans_assume():
     assert device.NUM_SMS["sm_90"] == device.DEFAULT_NUM_SMS

@@ -196,7 +196,20 @@ class TestFallback:
 
     def test_foreign(self, tuned, said):
         file = tuned("mqa_logits", ENTRY, device="NVIDIA H800")
-        assert self.one_line(said) == f"{file}: was tuned on NVIDIA H800, and this is {model_of('cpu')}"
+        assert self.one_line(said) == f"{file}: was tuned on 'NVIDIA H800', and this is {model_of('cpu')}"
+
+    @pytest.mark.parametrize(
+        ("device", "shown"),
+        [
+            ("a\n\x1b[2J", r"'a\n\x1b[2J'"),
+            (64 * "x", repr(64 * "x")),
+            (65 * "x", f"'{64 * 'x'}...'"),
+            (["x"], "\"['x']\""),
+        ],
+    )
+    def test_a_foreign_name_is_quoted_and_cut(self, tuned, said, device, shown):
+        tuned("mqa_logits", ENTRY, device=device)
+        assert f": was tuned on {shown}, and this is " in self.one_line(said)
 
     @pytest.mark.parametrize(
         ("changed", "sentence"),
@@ -266,14 +279,93 @@ def test_ones_own_table_wins_over_the_packaged_one(tuned, tmp_path, monkeypatch,
     assert said() == []
 
 
-def test_packaged_tables_are_of_the_gpu_that_they_are_named_after():
-    """Each is read, whatever GPU this is; the entries name variants that are there."""
-    for file in tuning.PACKAGED.glob("*.json"):
+def wrong_in(file):
+    """What keeps a table from being packaged: it is none, is named after another device, or names what is not there."""
+    try:
         model = json.loads(file.read_text())["device"]
-        assert tuning.file_name(model) == file.name
         content = tuning.read(file, model)
-        named = {(op, entry["variant"]) for op, section in content["ops"].items() for entry in section["entries"]}
-        assert not [(op, variant) for op, variant in named if variant not in family(op).names]
+    except (ValueError, KeyError) as error:
+        return [str(error)]
+    wrong = [] if tuning.file_name(model) == file.name else [f"is of {model}"]
+    for op, section in content["ops"].items():
+        wrong += [f"{op} has no {e['variant']}" for e in section["entries"] if e["variant"] not in family(op).names]
+    return wrong
+
+
+def test_packaged_tables_can_be_used():
+    assert [fault for file in tuning.PACKAGED.glob("*.json") for fault in wrong_in(file)] == []
+
+
+def test_what_a_packaged_table_may_not_be_is_seen(tuned):
+    file = tuned("mqa_logits", ENTRY)
+    assert wrong_in(file) == []
+    other = file.rename(file.with_name("nvidia_h200.json"))
+    assert wrong_in(other) == [f"is of {model_of('cpu')}"]
+    assert wrong_in(tuned("mqa_logits", (PROBLEM.bucket(), "torch_gone", "a"))) == ["mqa_logits has no torch_gone"]
+    assert wrong_in(tuned("mqa_logits", ENTRY, format=2)) == ["is no tuned table of format 1"]
+    file.write_text("{")
+    assert len(wrong_in(file)) == 1
+
+
+class TestModels:
+    """Whose tables are here, for GPUs that are not."""
+
+    @pytest.fixture
+    def table(self, tmp_path, monkeypatch):
+        """``table(device, arch, sms, folder="own")``: a table of one's own, or a packaged one, that was tuned there."""
+        monkeypatch.setenv("KVSCOUT_TUNED_DIR", str(tmp_path / "own"))
+        monkeypatch.setattr(tuning, "PACKAGED", tmp_path / "packaged")
+        tuning.warn.cache_clear()
+
+        def write(device, *machines, folder="own", **changed):
+            runs = [{"machine": {"device": device, **machine}} for machine in machines]
+            content = {"format": tuning.FORMAT, "device": device, "runs": runs, "ops": {}} | changed
+            (tmp_path / folder).mkdir(exist_ok=True)
+            file = tmp_path / folder / tuning.file_name(device)
+            file.write_text(json.dumps(content))
+            return file
+
+        yield write
+        tuning.warn.cache_clear()
+
+    def test_of_the_architecture_with_as_many_multiprocessors(self, table, said):
+        assert tuning.models("sm_90", 132) == []
+        table("NVIDIA H200", {"arch": "sm_90", "sms": 132}, folder="packaged")
+        table("NVIDIA H200", {"arch": "sm_90", "sms": 132})
+        table("NVIDIA H100 80GB HBM3", {"arch": "sm_90"}, folder="packaged")
+        table("NVIDIA H100 PCIe", {"arch": "sm_90", "sms": 114})
+        table("AMD MI300X", {"arch": "gfx942", "sms": 304})
+        assert tuning.models("sm_90", 132) == ["NVIDIA H200", "NVIDIA H100 80GB HBM3"]
+        assert tuning.models("sm_90", 114) == ["NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3"]
+        assert tuning.models("gfx942", 304) == ["AMD MI300X"]
+        assert tuning.models("sm_80", 108) == []
+        assert said() == []
+
+    def test_one_that_no_call_would_look_into_does_not_count(self, table, said, monkeypatch):
+        file = table("NVIDIA H200", {"arch": "sm_90"})
+        file.rename(file.with_name("mine.json"))
+        assert tuning.models("sm_90", 132) == []
+        table("NVIDIA H200", {"arch": "sm_90"})
+        assert tuning.models("sm_90", 132) == ["NVIDIA H200"]
+        monkeypatch.setenv("KVSCOUT_TUNED", "0")
+        assert tuning.models("sm_90", 132) == []
+        assert said() == []
+
+    @pytest.mark.parametrize(
+        ("machines", "changed", "sentence"),
+        [
+            ((), {}, "does not say on which architecture it was tuned"),
+            (({},), {}, "does not say on which architecture it was tuned"),
+            ((), {"runs": None}, "is no whole table (TypeError: "),
+            ((), {"runs": [{"machine": "x"}]}, "is no whole table (ValueError: "),
+            (({"arch": "sm_90"},), {"format": 2}, "is no tuned table of format 1"),
+        ],
+    )
+    def test_one_that_does_not_say_is_told(self, table, said, machines, changed, sentence):
+        file = table("NVIDIA H200", *machines, **changed)
+        assert tuning.models("sm_90", 132) == []
+        (line,) = said()
+        assert line.startswith(f"{file}: {sentence}")
 
 
 # A package is imported once a process, so each test has one of its own name.

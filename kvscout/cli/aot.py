@@ -16,23 +16,18 @@ import argparse
 import importlib.metadata
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import as_completed
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .. import device, env
 from ..aot import models
 from ..kernels.cute import store, toolchain
 from ..kernels.cute.program import ARCH, Program
 from ..testing.case import family, ops
-from . import arguments, console, replays, workers
+from . import arguments, builds, console, replays, workers
 from .arguments import UsageError
-
-if TYPE_CHECKING:
-    from ..kernels.triton_store import Kernel as TritonKernel
+from .builds import AnyKernel, Built, file_of
 
 NOT_REACHED = "not reached"
 
@@ -45,15 +40,7 @@ class Kernel(NamedTuple):
 
     op: str
     variant: str
-    program: Program | TritonKernel
-
-
-class Built(NamedTuple):
-    """What came of compiling a program: how long it took, or what went wrong, or that another run had just done it."""
-
-    seconds: float
-    error: str | None = None
-    kept: bool = False
+    program: AnyKernel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +102,10 @@ def run(args: argparse.Namespace) -> int:
             return _without_compiler(programs, folder, reason)
         failed |= bool(programs and _without_compiler(programs, folder, reason))
         kernels = [kernel for kernel in kernels if kernel not in programs]
-    missing = [kernel.program for kernel in kernels if not store.is_whole(_file(folder, kernel.program))]
+    missing = [kernel.program for kernel in kernels if not store.is_whole(file_of(folder, kernel.program))]
     if missing:
         _check_writable(folder, missing, blamed)
-    built: dict[Program | TritonKernel, Built] = {}
+    built: dict[AnyKernel, Built] = {}
     interrupted = False
     try:
         _build(missing, folder, args.jobs, built)
@@ -146,7 +133,7 @@ def _arch(kernel: Kernel) -> str:
     return ARCH if isinstance(kernel.program, Program) else kernel.program.arch
 
 
-def _asked(programs: Sequence[Program | TritonKernel]) -> list[Kernel]:
+def _asked(programs: Sequence[AnyKernel]) -> list[Kernel]:
     """Who asks for what, by the module that it is made of."""
     known = {kernel.program: kernel for kernel in _all_programs()}
     kernels = []
@@ -171,7 +158,7 @@ def _without_compiler(kernels: Sequence[Kernel], folder: Path, reason: str) -> i
     return 1
 
 
-def _check_writable(folder: Path, programs: Sequence[Program | TritonKernel], blamed: str) -> None:
+def _check_writable(folder: Path, programs: Sequence[AnyKernel], blamed: str) -> None:
     """Make the folder, and try whether files can be written where these go.
 
     Raises:
@@ -182,7 +169,7 @@ def _check_writable(folder: Path, programs: Sequence[Program | TritonKernel], bl
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{blamed}: cannot make the folder {str(folder)!r}: {reason}") from error
-    for place in sorted({_nearest(_file(folder, program).parent) for program in programs}):
+    for place in sorted({_nearest(file_of(folder, program).parent) for program in programs}):
         try:
             with tempfile.TemporaryFile(dir=place):
                 pass
@@ -229,11 +216,7 @@ def _programs(op: str, variant: str) -> list[Program]:
     return [] if loaded is None or loaded.programs is None else list(loaded.programs())
 
 
-def _file(folder: Path, program: Program | TritonKernel) -> Path:
-    return store.file(folder, program, toolchain.DSL_VERSION) if isinstance(program, Program) else program.file(folder)
-
-
-def _versions(folder: Path, program: Program | TritonKernel) -> str | None:
+def _versions(folder: Path, program: AnyKernel) -> str | None:
     if not isinstance(program, Program):
         path = program.file(folder)
         version = importlib.metadata.version("triton")
@@ -244,10 +227,10 @@ def _versions(folder: Path, program: Program | TritonKernel) -> str | None:
 
 
 def _build(
-    programs: Sequence[Program | TritonKernel],
+    programs: Sequence[AnyKernel],
     folder: Path,
     jobs: int,
-    built: dict[Program | TritonKernel, Built],
+    built: dict[AnyKernel, Built],
 ) -> None:
     """Compile programs; results are added as they come, so that an interrupted run keeps them."""
     with console.Progress(len(programs), "aot") as progress:
@@ -259,55 +242,24 @@ def _build(
             progress.advance()
 
 
-def _results(
-    programs: Sequence[Program | TritonKernel], folder: Path, jobs: int
-) -> Iterator[tuple[Program | TritonKernel, Built]]:
-    if not programs:
-        return
-    with workers.pool(min(jobs, len(programs))) as pool:
-        futures = {pool.submit(_compile, program, _file(folder, program)): program for program in programs}
-        for future in as_completed(futures):
-            try:
-                result = future.result()
-            except BrokenProcessPool as broken:
-                result = Built(0.0, f"or a kernel beside it: {broken}")
-            yield futures[future], result
-
-
-def _compile(program: Program | TritonKernel, path: Path) -> Built:
-    started = time.monotonic()
-    try:
-        with store.locked(path.parent):
-            # Another run may have made it meanwhile.
-            if store.is_whole(path):
-                return Built(time.monotonic() - started, kept=True)
-            if isinstance(program, Program):
-                from ..kernels.cute.compiler import compile_to
-
-                compile_to(program, path)
-            else:
-                from ..kernels import triton_store
-
-                triton_store.compile_to(program, path)
-    # Whatever a compiler raises for one kernel, the others are compiled.
-    except Exception as error:
-        notes = getattr(error, "__notes__", [])
-        return Built(time.monotonic() - started, "\n".join([f"{type(error).__name__}: {error}", *notes]))
-    return Built(time.monotonic() - started)
+def _results(programs: Sequence[AnyKernel], folder: Path, jobs: int) -> Iterator[tuple[AnyKernel, Built]]:
+    if programs:
+        with workers.pool(min(jobs, len(programs))) as pool:
+            yield from builds.results(pool, programs, folder)
 
 
 def _summarise(
     kernels: Sequence[Kernel],
     folder: Path,
-    missing: Sequence[Program | TritonKernel],
-    built: dict[Program | TritonKernel, Built],
+    missing: Sequence[AnyKernel],
+    built: dict[AnyKernel, Built],
     by_model: bool,
 ) -> int:
     """Print what became of each kernel; return how many of the missing ones were not reached."""
     rows, states = [], []
     for kernel in kernels:
         op, variant, program = kernel
-        path = _file(folder, program)
+        path = file_of(folder, program)
         content, result = store.read(path), built.get(program)
         state = _state(program in missing, content is not None, result)
         seconds = f"{result.seconds:.1f}" if result and not result.kept else None

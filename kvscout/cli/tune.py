@@ -1,10 +1,11 @@
 """Find the fastest variant and config for each bucket of problems, and write them into a table that calls then use.
 
-Every variant that a call may get runs with each config of its space: first the case's own check, then a quick timing;
-the three fastest and what the rule would take are then timed in turn, and the rule's choice stays where nothing is
-faster beyond noise. Times are of a GPU's hot L2 unless told otherwise. A GPU's kernels are compiled first, in several
-processes. The table is that of this machine's device; KVSCOUT_TUNED_DIR names the folder that calls look for it in.
-An existing table keeps its other buckets. docs/tuning.md says how to tune for shapes of one's own.
+What each variant that a call may get takes by itself goes through the case's own check and a quick timing; so do the
+other configs of those variants that come near the fastest. The three fastest and what the rule would take are then
+timed in turn, and the rule's choice stays where nothing is faster beyond noise. Times are of a GPU's hot L2 unless told
+otherwise. A GPU's kernels are compiled first, in several processes. The table is that of this machine's device;
+KVSCOUT_TUNED_DIR names the folder that calls look for it in. An existing table keeps its other buckets.
+docs/tuning.md says how to tune for shapes of one's own.
 Exit code: 0 all right, 1 something failed its check or an entry no longer holds, 2 bad usage, 130 interrupted.
 """
 
@@ -12,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import importlib.util
 import os
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,16 @@ from ..kernels.cute import store
 from ..testing import provenance, tune, tuned_table
 from ..testing.case import Case, family, ops
 from ..testing.retime import Retimed, retime
+from ..testing.scout import Scouted
 from ..testing.sweep import FAILED, INPUTS, PASSED, REFUSED, SKIPPED, ContextLost
-from ..testing.tune import Key, Trial, Tuned
+from ..testing.tune import Tuned
 from ..testing.tuned_table import Kept
 from ..tuning import Bucket, WrongTable
-from . import arguments, console, workers
+from . import arguments, console
 from .arguments import UsageError, write_json
 from .selection import GPU_LOST, add_selection
 from .timed_cases import add_cases, select_timed, timed_device
+from .tune_stages import Limit, OutOfTime, Stopped, Work, compiler, failure, scouted, search
 
 MOST_JOBS = 16
 """Processes that compile at a time unless told otherwise."""
@@ -62,6 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cold", action="store_true", help="time with an empty L2 (GPU)")
     parser.add_argument(
+        "--within",
+        metavar="F",
+        type=_factor,
+        default=tune.WITHIN,
+        help="try other configs of a variant too if its own choice takes at most F times the fastest variant's time; "
+        f"inf: of every variant (default: {tune.WITHIN:g})",
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=_seconds,
+        help="time of the whole run after which no further bucket is begun (default: none)",
+    )
+    parser.add_argument(
         "--seconds-per-case",
         metavar="S",
         type=_seconds,
@@ -81,6 +97,16 @@ def _seconds(text: str) -> float:
     return number
 
 
+def _factor(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number >= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, or inf, got {text!r}")
+    return number
+
+
 def run(args: argparse.Namespace) -> int:
     """Tune for what was selected and write the table, or check one."""
     where = timed_device(args)
@@ -90,25 +116,54 @@ def run(args: argparse.Namespace) -> int:
     model = name_of(where)
     file = args.output or (env.tuned_dir() or Path("tuned")) / tuning.file_name(model)
     _try(file, model)
+    limit, gathered = Limit(args.seconds), Gathered()
     found: list[Tuned] = []
-    code, stopped, unprepared = 0, None, 0
-    try:
-        buckets, unprepared = _buckets(selected, where, args.seed, _jobs(args, where))
-        _tune(buckets, where, args, found)
-    except KeyboardInterrupt:
-        code, stopped = 130, "interrupted"
-    except ContextLost:
-        code, stopped = 1, GPU_LOST
+    with _ending() as end:
+        _gather(selected, where, args, limit, gathered)
+        search(
+            gathered.work, where, tune.clock(where, args.cold), found, limit, _jobs(args, where),
+            seed=args.seed, within=args.within, seconds_per_case=args.seconds_per_case,
+        )  # fmt: skip
+    settled = [*gathered.unprepared, *gathered.without, *(case for tuned in found for case in tuned.cases)]
+    not_reached = [(case.op, case.name) for case in selected if case not in settled]
     record = provenance.record(where, args.command_line) | {"seed": args.seed}
-    content = record | {"stopped": stopped, "buckets": [_described(tuned) for tuned in found]}
+    content = record | {"stopped": end.reason, "buckets": [_described(tuned) for tuned in found]}
+    content["not_reached"] = [{"op": op, "case": case} for op, case in not_reached]
     written = write_json(args.json, content)
     _summarise(found)
+    if not_reached:
+        console.table("not reached", ("op", "case"), not_reached)
     if found:
         written = _write(file, model, record, found) and written
-    if stopped is not None:
-        console.error(stopped)
+    if end.reason is not None:
+        console.error(end.reason)
     statuses = {trial.status for tuned in found for trial in tuned.trials}
-    return code or int(not written or unprepared > 0 or FAILED in statuses or PASSED not in statuses)
+    failed = len(gathered.unprepared) > 0 or FAILED in statuses or PASSED not in statuses
+    return end.code or int(not written or failed)
+
+
+@dataclass
+class _End:
+    """How a run ended: its exit code, where that does not depend on what was found, and why it ended early."""
+
+    code: int = 0
+    reason: str | None = None
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[_End]:
+    """Take note of what ends the block early."""
+    end = _End()
+    try:
+        yield end
+    except KeyboardInterrupt:
+        end.code, end.reason = 130, "interrupted"
+    except ContextLost:
+        end.code, end.reason = 1, GPU_LOST
+    except OutOfTime as over:
+        end.reason = str(over)
+    except Stopped as stopped:
+        end.code, end.reason = 1, str(stopped)
 
 
 def _try(file: Path, model: str) -> None:
@@ -171,86 +226,42 @@ def _write(file: Path, model: str, record: dict[str, Any], found: Sequence[Tuned
     return True
 
 
-Scouted = Bucket | str | None
-"""What :func:`kvscout.testing.tune.bucket_of` says of a case."""
-
-
 def _jobs(args: argparse.Namespace, where: torch.device) -> int:
-    """Processes that compile first; without a GPU there is nothing to compile."""
-    return int(args.jobs) if where.type == "cuda" else 1
+    """Processes that compile; one alone where there is no GPU, or no Triton that compiles, to compile for."""
+    is_here = where.type == "cuda" and importlib.util.find_spec("triton") is not None and not env.triton_interpret()
+    return int(args.jobs) if is_here else 1
 
 
-def _buckets(
-    selected: Sequence[Case], where: torch.device, seed: int, jobs: int
-) -> tuple[dict[tuple[str, Bucket], list[Case]], int]:
-    """The cases of each op and bucket, and how many cases could not be prepared; a GPU's kernels are compiled."""
-    buckets: dict[tuple[str, Bucket], list[Case]] = {}
-    unprepared, without = 0, 0
-    with console.Progress(len(selected), "compile" if where.type == "cuda" else "prepare") as progress:
-        for case, bucket in _scouted([(case, None) for case in selected], where, seed, jobs):
-            if isinstance(bucket, str):
-                unprepared += 1
-                console.error(console.failure(case.op, case.name, INPUTS, "", bucket))
-            elif bucket is None:
-                without += 1
-            else:
-                buckets.setdefault((case.op, bucket), []).append(case)
-            progress.advance()
-    if without:
-        console.out(f"{console.count(without, 'case')} of problems that get no variant from a table")
-    return buckets, unprepared
+@dataclass
+class Gathered:
+    """The selected cases: by bucket, those whose inputs cannot be made, and those that get no variant from a table."""
+
+    work: list[Work] = field(default_factory=list)
+    unprepared: list[Case] = field(default_factory=list)
+    without: list[Case] = field(default_factory=list)
 
 
-def _scouted(
-    wanted: Sequence[tuple[Case, Collection[Key] | None]], where: torch.device, seed: int, jobs: int
-) -> Iterator[tuple[Case, Scouted]]:
-    """The bucket of each case. Several processes also compile what is to be timed."""
-    if jobs == 1 or len(wanted) == 1:
-        yield from ((case, tune.bucket_of(case, where, seed)) for case, _ in wanted)
-        return
-    again = []
-    with workers.pool(min(jobs, len(wanted)), functools.partial(torch.set_num_threads, 1)) as pool:
-        futures = [pool.submit(_compile, case, where, seed, turn, only) for turn, (case, only) in enumerate(wanted)]
-        for (case, _), future in zip(wanted, futures, strict=True):
-            try:
-                result = future.result()
-            except BrokenProcessPool as broken:
-                console.error(f"a kernel killed the process that compiled and launched it: {broken}")
-                raise ContextLost(str(broken)) from broken
-            if isinstance(result, str):
-                again.append(case)
-            else:
-                yield case, result
-    # Several processes may lack the memory that one has, and one that met a bad kernel can do no more.
-    yield from ((case, tune.bucket_of(case, where, seed)) for case in again)
-
-
-def _compile(case: Case, where: torch.device, seed: int, turn: int, only: Collection[Key] | None) -> Scouted:
-    """What a process does with a case; a kernel that breaks its context is met again where it is reported."""
-    try:
-        return tune.bucket_of(case, where, seed, turn, only)
-    except ContextLost as lost:
-        return str(lost)
-
-
-def _tune(
-    buckets: dict[tuple[str, Bucket], list[Case]], where: torch.device, args: argparse.Namespace, found: list[Tuned]
+def _gather(
+    selected: Sequence[Case], where: torch.device, args: argparse.Namespace, limit: Limit, gathered: Gathered
 ) -> None:
-    """Tune bucket after bucket; results are added as they come, so that an interrupted run keeps them."""
-    by = tune.clock(where, args.cold)
-    with console.Progress(len(buckets), "tune") as progress:
-        for (op, bucket), members in buckets.items():
-            progress.show(f"{op} {members[0].name}")
-            tuned = tune.tune(bucket, members, where, by, seed=args.seed, seconds_per_case=args.seconds_per_case)
-            found.append(tuned)
-            for trial in tuned.trials:
-                if trial.status == FAILED:
-                    console.error(_failure(trial))
+    """Find out the bucket of each case, and which kernels it needs."""
+    buckets: dict[tuple[str, Bucket], Work] = {}
+    with console.Progress(len(selected), "prepare") as progress:
+        for case, known in scouted(selected, where, args.seed, _jobs(args, where)):
+            if isinstance(known, str):
+                gathered.unprepared.append(case)
+                console.error(console.failure(case.op, case.name, INPUTS, "", known))
+            elif known.bucket is None:
+                gathered.without.append(case)
+            else:
+                item = buckets.setdefault((case.op, known.bucket), Work(case.op, known.bucket))
+                item.cases.append(case)
+                item.scouted.append(known)
             progress.advance()
-
-
-def _failure(t: Trial) -> str:
-    return console.failure(t.op, t.case, t.variant, t.config, t.message)
+            limit.check()
+    gathered.work += buckets.values()
+    if gathered.without:
+        console.out(f"{console.count(len(gathered.without), 'case')} of problems that get no variant from a table")
 
 
 def _described(tuned: Tuned) -> dict[str, Any]:
@@ -289,7 +300,7 @@ def _summarise(found: Sequence[Tuned]) -> None:
     if failures:
         console.out(f"\n{len(failures)} failed")
     for trial in failures:
-        console.out(_failure(trial))
+        console.out(failure(trial))
 
 
 def _more(part: float | None) -> str | None:
@@ -316,14 +327,9 @@ def _check(args: argparse.Namespace, where: torch.device) -> int:
         if content["ops"][op]["fingerprint"] != tuning.fingerprint(family(op).package):
             console.out(f"{args.check}: {tuning.stale(op)}")
     found: list[Retimed] = []
-    code, stopped = 0, None
-    try:
+    with _ending() as end:
         _retime(chosen, where, args, found)
-    except KeyboardInterrupt:
-        code, stopped = 130, "interrupted"
-    except ContextLost:
-        code, stopped = 1, GPU_LOST
-    record = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": stopped}
+    record = provenance.record(where, args.command_line) | {"seed": args.seed, "stopped": end.reason}
     written = write_json(args.json, record | {"retimed": [asdict(row) for row in found]})
     rows = [
         (r.op, r.case, r.key.variant, _us(r.then_us), _us(r.now_us), _us(r.runner_up_us), r.flag or None) for r in found
@@ -331,9 +337,9 @@ def _check(args: argparse.Namespace, where: torch.device) -> int:
     console.table(str(args.check), ("op", "case", "variant", "us then", "us now", "second now", "flag"), rows)
     flagged = sum(bool(row.flag) for row in found)
     console.out(f"{flagged} of {console.count(len(found), 'case')} flagged")
-    if stopped is not None:
-        console.error(stopped)
-    return code or int(not written or flagged > 0)
+    if end.reason is not None:
+        console.error(end.reason)
+    return end.code or int(not written or flagged > 0)
 
 
 def _is_selected(kept: Kept, args: argparse.Namespace) -> bool:
@@ -341,17 +347,20 @@ def _is_selected(kept: Kept, args: argparse.Namespace) -> bool:
 
 
 def _retime(chosen: Sequence[Kept], where: torch.device, args: argparse.Namespace, found: list[Retimed]) -> None:
-    wanted = [
-        (case, [key for key in (kept.winner.key, kept.winner.runner_up) if key is not None])
+    limit = Limit(args.seconds)
+    keys = {
+        case: [key for key in (kept.winner.key, kept.winner.runner_up) if key is not None]
         for kept in chosen
         for case in kept.cases.values()
         if case is not None
-    ]
-    if (jobs := _jobs(args, where)) > 1:
-        for _ in _scouted(wanted, where, args.seed, jobs):
-            pass
-    with console.Progress(len(chosen), "tune --check") as progress:
+    }
+    jobs = _jobs(args, where)
+    with console.Progress(len(chosen), "tune --check") as progress, compiler(jobs, limit, progress) as compile:
+        if jobs > 1:
+            known = scouted(list(keys), where, args.seed, jobs)
+            compile.make(kernel for case, of in known if isinstance(of, Scouted) for kernel in of.needs(keys[case]))
         for op, winner, of_entry in chosen:
+            limit.check()
             progress.show(f"{op} {next(iter(of_entry))}")
             found += retime(op, winner, of_entry, where, tune.clock(where, winner.cold), args.seed)
             progress.advance()

@@ -186,7 +186,8 @@ _recorded: dict[str, Kernel] | None = None
 def recording(arch: str) -> Iterator[dict[str, Kernel]]:
     """Within the context calls launch for ``arch``, and nothing is compiled or run: their kernels are noted by key.
 
-    For a process that does nothing else: Triton keeps what it was given.
+    A kernel is noted by each context in which it is launched. For a process that does nothing else: Triton keeps what
+    it was given.
     """
     global _recorded
     before, _recorded = _recorded, {}
@@ -198,14 +199,20 @@ def recording(arch: str) -> Iterator[dict[str, Kernel]]:
 
 
 class _NoKernel:
-    """What stands for a compiled kernel while they are recorded."""
+    """What stands for a compiled kernel while they are recorded, and notes that it is launched."""
 
     function = packed_metadata = None
 
-    def run(self, *arguments: object) -> None:
-        """Do nothing."""
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
 
-    launch_metadata = run
+    def launch_metadata(self, *arguments: object) -> None:
+        """There is none."""
+
+    def run(self, *arguments: object) -> None:
+        """Launch nothing."""
+        if _recorded is not None:
+            _recorded.setdefault(self._kernel.key, self._kernel)
 
 
 @contextlib.contextmanager
@@ -254,9 +261,7 @@ def _compile(
 ) -> Any:
     """What Triton calls to compile a kernel."""
     if _recorded is not None:
-        kernel = Launch(source, target, options).kernel
-        _recorded.setdefault(kernel.key, kernel)
-        return _NoKernel()
+        return _NoKernel(Launch(source, target, options).kernel)
     _look_up(source, target, options)
     return compile(source, target=target, options=options, **more)
 

@@ -1,7 +1,12 @@
-"""Finding the fastest variant and config of a bucket: a check, a quick timing of all, and a final of the best.
+"""Finding the fastest variant and config of a bucket, in two stages and a final.
+
+The first stage checks and quickly times what each variant takes by itself. The second does so with the other configs of
+the variants that come near the fastest then: a config makes less of a difference than a variant, and each costs the
+compilation of kernels. The best of both go into the final. The rule's choice is always in it, and stays where nothing
+is faster beyond noise.
 
 A bucket may have several cases, as contexts of several lengths are one problem to a variant: then their geometric mean
-decides. The rule's choice is always in the final, and stays where nothing is faster than it beyond noise.
+decides.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -33,8 +38,14 @@ QUICK_ROUNDS, FINAL_ROUNDS = 3, 10
 NOISE, MOST_ROUNDS = 0.02, 0.75
 """One is faster than another if it takes that much less time, and wins that part of the rounds."""
 
+WITHIN = 1.5
+"""A variant whose own choice takes more than so many times the fastest variant's is tried with no other config."""
+
+NO_INPUTS = "the inputs cannot be made"
+
 HOPELESS, HOPELESS_S = 10.0, 0.02
 """What takes so many times the fastest's time, and that much more, is neither checked nor timed any further."""
+IS_HOPELESS = f"takes more than {HOPELESS:g} times as long as another"
 
 
 class Key(NamedTuple):
@@ -75,8 +86,8 @@ class Trial:
 
     Attributes:
         status: :data:`PASSED`, :data:`FAILED` (it raised or gave a wrong result), :data:`REFUSED` (the whole variant
-            does not serve the problem), or :data:`SKIPPED` (its kernel is not there, it would take too long, or no time
-            was left).
+            does not serve the problem), or :data:`SKIPPED` (its kernel is not there, it would take too long, its
+            variant is too slow, or no time was left).
         message: why it is not passed.
         us: median of a quick timing.
     """
@@ -140,10 +151,40 @@ class Tuned:
     trials: list[Trial] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A bucket after the first stage.
+
+    Attributes:
+        trials: for each case, what each variant takes by itself, the rule's choice first.
+        left_out: variants whose other configs are not tried, each with the reason.
+        unprepared: of a case whose inputs cannot be made, after which nothing else is tried.
+    """
+
+    op: str
+    bucket: Bucket
+    cases: list[Case]
+    trials: list[list[Trial]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    unprepared: Trial | None = None
+
+    def wants(self, case: int, key: Key) -> bool:
+        """Whether the second stage tries this on a case, which is given by its number."""
+        if self.unprepared is not None or key.variant in self.left_out:
+            return False
+        return all(trial.key != key for trial in self.trials[case])
+
+
 def choices(case: Case, prepared: Prepared) -> list[Choice]:
     """All that a table may have for a case, the rule's choice first."""
     variants = family(case.op).candidates(prepared.problem)
     return [Choice(variant, config) for variant in variants for config in variant.configs(prepared.problem)]
+
+
+def own_choices(case: Case, prepared: Prepared) -> list[Choice]:
+    """What each variant takes by itself for a case, the rule's choice first."""
+    variants = family(case.op).candidates(prepared.problem)
+    return [Choice(variant, variant.default_config(prepared.problem)) for variant in variants]
 
 
 def key_of(choice: Choice) -> Key:
@@ -151,46 +192,10 @@ def key_of(choice: Choice) -> Key:
     return Key(choice.variant.name, str(choice.config))
 
 
-def bucket_of(
-    case: Case, device: torch.device, seed: int = 0, turn: int | None = None, only: Collection[Key] | None = None
-) -> Bucket | str | None:
-    """The bucket of a case, None where no table may have its problem, or why its inputs cannot be made.
-
-    Where ``turn`` is given, all that a tuner would time, or those of ``only``, are launched once, so that their kernels
-    are compiled or loaded. It says where to begin: processes that begin at different places compile different kernels,
-    and find those of the others when they come to them. What fails here fails again where it is reported.
-    """
-    prepared, error = attempt(device, case.prepare, device, seed)
-    if prepared is None:
-        return error
-    bucket: Bucket | None = prepared.problem.bucket()
-    if turn is not None and bucket is not None:
-        found = [choice for choice in choices(case, prepared) if only is None or key_of(choice) in only]
-        for number in range(len(found)):
-            choice = found[(turn + number) % len(found)]
-            if limits.too_large(choice.variant.name, prepared.cost, device.type) is None:
-                attempt(device, _compile, choice, prepared, device)
-    prepared = None
-    free(device)
-    return bucket
-
-
-def _compile(choice: Choice, prepared: Prepared, device: torch.device) -> None:
-    choice.launch(prepared.problem, prepared.args)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def tune(
-    bucket: Bucket,
-    cases: Sequence[Case],
-    device: torch.device,
-    by: Clock,
-    *,
-    seed: int = 0,
-    seconds_per_case: float | None = None,
-) -> Tuned:
-    """Find the fastest variant and config on the cases of a bucket.
+def begin(
+    bucket: Bucket, cases: Sequence[Case], device: torch.device, by: Clock, *, seed: int = 0, within: float = WITHIN
+) -> Begun:
+    """The first stage: check and quickly time what each variant takes by itself.
 
     Args:
         bucket: the bucket of each case's problem.
@@ -198,22 +203,69 @@ def tune(
         device: where to run them.
         by: how launches are timed.
         seed: of the inputs.
-        seconds_per_case: time after which no further config of a case is tried; the rule's choice always is.
+        within: how many times the fastest variant's time another may take whose other configs are still tried.
 
     Raises:
         ContextLost: a kernel broke the GPU's context.
     """
-    op, nothing = cases[0].op, Tuned(cases[0].op, bucket, list(cases))
-    trials: list[Trial] = []
-    of_case: list[list[Trial]] = []
-    ready: list[Prepared] = []
+    begun = Begun(cases[0].op, bucket, list(cases))
     for case in cases:
         prepared, error = attempt(device, case.prepare, device, seed)
         if prepared is None:
-            trials.append(Trial(op, case.name, INPUTS, message=f"cannot be prepared: {error}"))
-            return replace(nothing, message="the inputs cannot be made", trials=trials)
-        of_case.append(list(_trials(case, prepared, device, by, seconds_per_case)))
-        trials += of_case[-1]
+            return replace(begun, unprepared=_unprepared(case, error))
+        begun.trials.append(list(_try_all(case, prepared, own_choices(case, prepared), device, by)))
+        prepared = None
+        free(device)
+    return replace(begun, left_out=_left_out(begun.trials, within))
+
+
+def _unprepared(case: Case, error: str) -> Trial:
+    return Trial(case.op, case.name, INPUTS, message=f"cannot be prepared: {error}")
+
+
+def _left_out(trials: Sequence[Sequence[Trial]], within: float) -> dict[str, str]:
+    """Variants that are too slow by themselves, and why. Nothing is said of one that could not be timed."""
+    us = [{t.variant: t.us for t in of_case if t.us is not None} for of_case in trials]
+    means = {
+        variant: statistics.geometric_mean(of_case[variant] for of_case in us)
+        for variant in us[0]
+        if all(variant in of_case for of_case in us)
+    }
+    fastest = min(means, key=lambda variant: means[variant], default="")
+    slow = f"its own choice takes more than {within:g} times as long as that of {fastest}"
+    found = {variant: slow for variant, mean in means.items() if mean > within * means[fastest]}
+    hopeless = {t.variant for of_case in trials for t in of_case if t.message == IS_HOPELESS}
+    return found | dict.fromkeys(hopeless, f"its own choice {IS_HOPELESS}")
+
+
+def finish(
+    begun: Begun, device: torch.device, by: Clock, *, seed: int = 0, seconds_per_case: float | None = None
+) -> Tuned:
+    """The second stage, and the final.
+
+    Args:
+        begun: what the first stage found.
+        device: where it ran.
+        by: how launches are timed.
+        seed: of the inputs.
+        seconds_per_case: time after which no further config of a case is tried.
+
+    Raises:
+        ContextLost: a kernel broke the GPU's context.
+    """
+    cases, trials = begun.cases, [trial for of_case in begun.trials for trial in of_case]
+    nothing = Tuned(begun.op, begun.bucket, cases)
+    if begun.unprepared is not None:
+        return replace(nothing, message=NO_INPUTS, trials=[*trials, begun.unprepared])
+    of_case: list[list[Trial]] = []
+    ready: list[Prepared] = []
+    for number, case in enumerate(cases):
+        prepared, error = attempt(device, case.prepare, device, seed)
+        if prepared is None:
+            return replace(nothing, message=NO_INPUTS, trials=[*trials, _unprepared(case, error)])
+        more = list(_second_trials(number, prepared, begun, device, by, seconds_per_case))
+        of_case.append([*begun.trials[number], *more])
+        trials += more
         # The inputs of one case are kept for its final; those of several might not fit.
         ready = [prepared] if len(cases) == 1 else []
         prepared = None
@@ -230,28 +282,52 @@ def tune(
         samples, error = attempt(device, _final, case, ready[number] if ready else None, keys, device, by, seed)
         free(device)
         if samples is None:
-            trials.append(Trial(op, case.name, "(final)", message=error))
+            trials.append(Trial(begun.op, case.name, "(final)", message=error))
             return replace(nothing, message="the final failed", trials=trials)
         times.append(samples)
-    winner = _decide(bucket, [case.name for case in cases], times, rules, finalists, by.cold)
+    winner = _decide(begun.bucket, [case.name for case in cases], times, rules, finalists, by.cold)
     message = "" if winner is not None else "no one config is faster than what the rule takes for each case"
     return replace(nothing, winner=winner, message=message, trials=trials)
 
 
-def _trials(case: Case, prepared: Prepared, device: torch.device, by: Clock, seconds: float | None) -> Iterator[Trial]:
-    """Check and quickly time all that a table may have for a case, the rule's choice first; then say who refuses."""
-    started, fastest = time.monotonic(), None
-    for number, choice in enumerate(choices(case, prepared)):
-        if number and seconds is not None and time.monotonic() - started > seconds:
+def _second_trials(
+    number: int, prepared: Prepared, begun: Begun, device: torch.device, by: Clock, seconds: float | None
+) -> Iterator[Trial]:
+    """What the second stage finds on a case: trials, what is left out, and who refuses."""
+    case, first = begun.cases[number], begun.trials[number]
+    every = choices(case, prepared)
+    fastest = min((trial.us for trial in first if trial.us is not None), default=None)
+    yield from _try_all(
+        case, prepared, [c for c in every if begun.wants(number, key_of(c))], device, by, fastest, seconds
+    )
+    for choice in every:
+        reason = begun.left_out.get(choice.variant.name)
+        if reason is not None and all(trial.key != key_of(choice) for trial in first):
+            yield _trial(case, choice, SKIPPED, reason)
+    for name in family(case.op).names:
+        if (reason := family(case.op).refusal(name, prepared.problem)) is not None:
+            yield Trial(case.op, case.name, name, "", REFUSED, reason)
+
+
+def _try_all(
+    case: Case,
+    prepared: Prepared,
+    wanted: Sequence[Choice],
+    device: torch.device,
+    by: Clock,
+    fastest: float | None = None,
+    seconds: float | None = None,
+) -> Iterator[Trial]:
+    """Check and quickly time one after another, for so many seconds."""
+    started = time.monotonic()
+    for choice in wanted:
+        if seconds is not None and time.monotonic() - started > seconds:
             yield _trial(case, choice, SKIPPED, f"the {seconds:g} s for the case were over")
             continue
         found = try_one(case, prepared, choice, device, by, fastest)
         if found.us is not None:
             fastest = found.us if fastest is None else min(fastest, found.us)
         yield found
-    for name in family(case.op).names:
-        if (reason := family(case.op).refusal(name, prepared.problem)) is not None:
-            yield Trial(case.op, case.name, name, "", REFUSED, reason)
 
 
 def _trial(case: Case, choice: Choice, status: str, message: str = "", **more: Any) -> Trial:
@@ -284,7 +360,7 @@ def _checked_and_timed(
         if choice.variant.load is not None:
             choice.variant.load(prepared.problem, choice.config)
         if fastest_us is not None and by.rough(launch) > HOPELESS * fastest_us * 1e-6 + HOPELESS_S:
-            return f"takes more than {HOPELESS:g} times as long as another"
+            return IS_HOPELESS
         result = verify(case, choice, prepared, 1, False)
         return result, by.time([launch], QUICK_S, QUICK_ROUNDS)[0] if result.ok else []
     except KernelUnavailable as missing:

@@ -62,18 +62,21 @@ def call(rows=(1, 16), keys=1000, pages=64, batch=2):
         )
 """
 
-# A process that believes that the CPU is a GPU: what is asked for is compiled, or found, and not launched. All else is
-# real: tensors with memory, Triton's own way from a call to its cache, the functions' checks and choices.
-FAKES = """
-from kvscout.kernels.cute import runtime, store, toolchain
-from kvscout.testing.compiled import compiling_for
-
+# A process that believes that the CPU is a GPU.
+GPU = """
 arch, num_sms = sys.argv[1], int(sys.argv[2])
 for function, said in ((device.arch_of, lambda device: arch), (device.num_sms, lambda device: num_sms)):
     for module in [module for name, module in sys.modules.items() if name.startswith("kvscout")]:
         for name in [name for name, value in vars(module).items() if value is function]:
             setattr(module, name, said)
+"""
 
+# What is asked for there is compiled, or found, and not launched. All else is real: tensors with memory, Triton's own
+# way from a call to its cache, the functions' checks and choices.
+FAKES = f"""
+from kvscout.kernels.cute import runtime, store, toolchain
+from kvscout.testing.compiled import compiling_for
+{GPU}
 def load(program):
     asked.add(store.file(env.cache_dir(), program, toolchain.DSL_VERSION))
     return lambda *arguments: None

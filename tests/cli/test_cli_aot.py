@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvscout.cli import aot
+from kvscout.cli import aot, builds
 from kvscout.kernels.cute import store, toolchain
 from kvscout.kernels.cute.program import Program
 from kvscout.variants import Variant
@@ -44,7 +44,7 @@ def at_once(monkeypatch):
 
     def results(programs, folder, jobs):
         for program in programs:
-            path = aot._file(folder, program)
+            path = builds.file_of(folder, program)
             if program.builder.endswith("build_nothing"):
                 yield program, aot.Built(0.5, "ArithmeticError: no")
             else:
@@ -74,12 +74,12 @@ def test_kernels_are_compiled_in_processes_and_nothing_but_their_files_is_left(r
     assert [found[name][0] for name in ("add128", "add64", "nothing")] == ["compiled", "compiled", "failed"]
     assert float(found["add64"][1]) > 0
     assert 20 < int(found["add64"][2]) < 200
-    assert files(tmp_path / "out") == sorted(aot._file(tmp_path / "out", program) for program in programs[:2])
+    assert files(tmp_path / "out") == sorted(builds.file_of(tmp_path / "out", program) for program in programs[:2])
     assert all(map(store.is_whole, files(tmp_path / "out")))
 
 
 def test_what_the_folder_has_is_kept_and_what_is_broken_made_again(run, programs, tmp_path, at_once):
-    kept, broken = (aot._file(tmp_path, program) for program in programs)
+    kept, broken = (builds.file_of(tmp_path, program) for program in programs)
     store.write(kept, b"kept")
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"cut short")
@@ -104,8 +104,8 @@ def test_the_cache_is_where_they_go_unless_told_otherwise(run, programs, tmp_pat
 
 
 def test_list_says_what_there_is_and_compiles_nothing(run, programs, tmp_path):
-    store.write(aot._file(tmp_path, programs[1]), b"")
-    store.write(aot._file(tmp_path, programs[1]).with_name("cute-4.0.so"), b"")
+    store.write(builds.file_of(tmp_path, programs[1]), b"")
+    store.write(builds.file_of(tmp_path, programs[1]).with_name("cute-4.0.so"), b"")
     before = files(tmp_path)
     code, out, err = run("aot", "--list", "--output", str(tmp_path))
     assert (code, err) == (0, "")
@@ -119,14 +119,14 @@ def test_without_a_compiler_it_says_so(run, programs, tmp_path, monkeypatch):
     assert (code, out) == (1, "")
     assert err == f"2 of 2 kernels are missing in {tmp_path}, and none can be compiled here: {toolchain.NO_DSL}\n"
     for program in programs:
-        store.write(aot._file(tmp_path, program).with_name("cute-3.0.so"), b"")
+        store.write(builds.file_of(tmp_path, program).with_name("cute-3.0.so"), b"")
     assert run("aot", "--output", str(tmp_path)) == (0, f"all 2 kernels are in {tmp_path}\n", "")
 
 
 def test_a_kernel_that_another_run_has_just_made_is_kept(programs, tmp_path):
-    path = aot._file(tmp_path, programs[0])
+    path = builds.file_of(tmp_path, programs[0])
     store.write(path, b"theirs")
-    built = aot._compile(programs[0], path)
+    built = builds.compile_one(programs[0], path)
     assert (built.error, built.kept) == (None, True)
     assert path.read_bytes().startswith(b"theirs")
     assert aot._state(True, True, built) == "kept"
@@ -137,13 +137,13 @@ def test_a_disk_that_is_full_fails_one_kernel(programs, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.os, "replace", full)
-    built = aot._compile(programs[0], aot._file(tmp_path, programs[0]))
+    built = builds.compile_one(programs[0], builds.file_of(tmp_path, programs[0]))
     assert built.error == "OSError: [Errno 28] No space left on device"
     assert files(tmp_path) == []
 
 
 def test_a_damaged_file_is_listed_as_such(run, programs, tmp_path):
-    path = aot._file(tmp_path, programs[0])
+    path = builds.file_of(tmp_path, programs[0])
     path.parent.mkdir(parents=True)
     path.write_bytes(b"cut short")
     _, out, _ = run("aot", "--list", "--output", str(tmp_path))
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_compiled(run
 
 def test_a_folder_that_has_all_need_not_be_written(run, programs, tmp_path, monkeypatch):
     for program in programs:
-        store.write(aot._file(tmp_path, program), b"")
+        store.write(builds.file_of(tmp_path, program), b"")
     monkeypatch.setattr(aot, "_check_writable", None)
     assert run("aot", "--output", str(tmp_path))[0] == 0
 
@@ -196,7 +196,7 @@ def test_ctrl_c_keeps_what_was_compiled(run, programs, tmp_path, at_once, monkey
     def interrupted(programs, folder, jobs):
         yield from one(programs[:1], folder, jobs)
         # One that was under way and is finished, without its result being seen.
-        store.write(aot._file(folder, programs[1]), bytes(20 << 10))
+        store.write(builds.file_of(folder, programs[1]), bytes(20 << 10))
         raise KeyboardInterrupt
 
     programs.append(replace(programs[0], name="add32"))

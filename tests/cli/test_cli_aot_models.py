@@ -1,11 +1,13 @@
 """``kvscout aot --model`` and ``--shapes``: what is said and returned. What is compiled is for ``tests/aot``."""
 
 import importlib.metadata
+import json
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 
 import pytest
 
+from kvscout import tuning
 from kvscout.aot.models import WrongModel
 from kvscout.cli import aot, replays
 from kvscout.device import StandIn
@@ -66,6 +68,28 @@ def test_the_same_kernel_for_two_gpus_of_an_architecture_is_made_once(run, asked
     _, out, _ = run("aot", "--model", "glm-5", "--archs", "sm_90,sm_90:114,sm_90a:132", "--output", str(tmp_path))
     assert asked == [StandIn("sm_90", 132), StandIn("sm_90", 114)]
     assert out.count("compiled") == 2
+
+
+def test_a_gpu_that_a_tuned_table_is_here_for_is_asked_too(run, asked, at_once, tmp_path, monkeypatch):
+    content = {"format": tuning.FORMAT, "device": "NVIDIA H200", "ops": {}}
+    content["runs"] = [{"machine": {"arch": "sm_90", "sms": 132}}]
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "nvidia_h200.json").write_text(json.dumps(content))
+    monkeypatch.setenv("KVSCOUT_TUNED_DIR", str(tmp_path / "tuned"))
+    words = ("aot", "--model", "glm-5", "--archs", "sm_90,sm_90:114,sm_80", "--output", str(tmp_path / "out"))
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    h200 = StandIn("sm_90", 132, "NVIDIA H200")
+    assert asked == [StandIn("sm_90", 132), h200, StandIn("sm_90", 114), StandIn("sm_80", 108)]
+    assert out.splitlines()[0] == "sm_90: what the rule chooses, and what is tuned for 'NVIDIA H200'"
+    asked.clear()
+    monkeypatch.setenv("KVSCOUT_TUNED", "0")
+    assert run(*words)[0] == 0
+    assert h200 not in asked
+    monkeypatch.setenv("KVSCOUT_TUNED", "perhaps")
+    code, _, err = run(*words)
+    assert code == 2
+    assert err.startswith("kvscout aot: KVSCOUT_TUNED: expected 0, 1, ")
 
 
 def test_list_says_what_there_is(run, asked, tmp_path):

@@ -77,7 +77,7 @@ def test_tuned_tables_in_use_and_not(run, tuned, monkeypatch):
     file = tuned("mqa_logits", entry, ops={"gone": {"fingerprint": "", "entries": []}})
     assert states().startswith("was tuned with other kernels of gone than these")
     file = tuned("mqa_logits", device="NVIDIA H800")
-    assert states() == f"not used: it was tuned on NVIDIA H800, and this is {model_of('cpu')}"
+    assert states() == f"not used: it was tuned on 'NVIDIA H800', and this is {model_of('cpu')}"
     file = tuned("mqa_logits", ops={})
     assert states() == "it is empty"
     file.unlink()

@@ -1,26 +1,28 @@
 """``kvscout tune``: a table that calls then use, and what becomes of it when it no longer holds."""
 
+import dataclasses
 import json
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 from kvscout import tuning
 from kvscout.cli import tune as command
+from kvscout.cli import tune_stages
 from kvscout.device import model_of
 from kvscout.ops.mqa_logits import api
+from kvscout.ops.mqa_logits.variants.torch_chunked import Config
 from kvscout.testing import tune
-from kvscout.testing.case import SUITE, cases
 from kvscout.testing.sweep import ContextLost
 from kvscout.testing.tune import Clock
+from kvscout.variants import Family
 
 CASE = "17x76-h8-d64"
 ONE = ("tune", "mqa_logits", "--device", "cpu", "--case", CASE)
 TWO = (*ONE[:-1], "17x76-h8")
 SMALL = "Config(budget_bytes=65536, block_kv=64)"
 DEFAULT = "Config(budget_bytes=2097152, block_kv=512)"
+FAST = Config(1 << 20, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +195,7 @@ class TestTuning:
     @pytest.mark.parametrize("ends", [KeyboardInterrupt(), ContextLost("gone")])
     def test_an_end_before_its_time_keeps_what_is_finished(self, run, takes, monkeypatch, ends):
         takes({DEFAULT: 100, SMALL: 50})
-        whole, seen = command.tune.tune, []
+        whole, seen = tune.finish, []
 
         def once(*args, **kwargs):
             if seen:
@@ -201,21 +203,79 @@ class TestTuning:
             seen.append(whole(*args, **kwargs))
             return seen[0]
 
-        monkeypatch.setattr(command.tune, "tune", once)
+        monkeypatch.setattr(tune, "finish", once)
         code, out, err = run(*TWO, "--json", "found.json")
         assert code == (130 if isinstance(ends, KeyboardInterrupt) else 1)
         assert len(winners(table())) == 1
         assert "1 entry" in out
         assert "interrupted" in err or "broke the GPU's context" in err
-        assert json.loads(command.Path("found.json").read_text())["stopped"] == err.strip()
+        found = json.loads(command.Path("found.json").read_text())
+        assert found["stopped"] == err.strip()
+        assert found["not_reached"] == [{"op": "mqa_logits", "case": "17x76-h8-d512-causal-clean"}]
+        assert "\nnot reached\n" in out and "\nmqa_logits  17x76-h8-d512-causal-clean\n" in out
 
     def test_nothing_finished_leaves_no_file(self, run, monkeypatch):
         def tune_nothing(*args, **kwargs):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(command.tune, "tune", tune_nothing)
+        monkeypatch.setattr(tune, "finish", tune_nothing)
         assert run(*ONE)[0] == 130
         assert not command.Path("tuned").joinpath(tuning.file_name(model_of("cpu"))).exists()
+
+    @pytest.fixture
+    def hours(self, monkeypatch):
+        """An hour passes with each bucket's second stage."""
+        now, whole = [0.0], tune.finish
+        monkeypatch.setattr(tune_stages, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+        def finish(*args, **kwargs):
+            now[0] += 3600
+            return whole(*args, **kwargs)
+
+        monkeypatch.setattr(tune, "finish", finish)
+
+    def test_after_its_time_no_bucket_is_begun(self, run, takes, hours):
+        takes({DEFAULT: 100, SMALL: 50})
+        code, out, err = run(*TWO, "--seconds", "3000", "--json", "found.json")
+        assert (code, err) == (0, "the 3000 s of --seconds were over\n")
+        assert len(winners(table())) == 1
+        assert "\nnot reached\n" in out and "\nmqa_logits  17x76-h8-d512-causal-clean\n" in out
+        assert json.loads(command.Path("found.json").read_text())["stopped"] == err.strip()
+
+    def test_within_its_time_all_are(self, run, takes, hours):
+        takes({DEFAULT: 100, SMALL: 50})
+        code, out, err = run(*TWO, "--seconds", "3601")
+        assert (code, err) == (0, "")
+        assert len(winners(table())) == 2
+        assert "not reached" not in out
+
+    def test_a_time_that_is_over_before_anything_is_timed_is_a_failure(self, run, takes, monkeypatch):
+        now = iter(range(0, 10**6, 100))
+        monkeypatch.setattr(tune_stages, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        takes({DEFAULT: 100, SMALL: 50})
+        code, out, err = run(*TWO, "--seconds", "1")
+        assert (code, err) == (1, "the 1 s of --seconds were over\n")
+        assert "17x76-h8-d64-causal-clean" in out and "17x76-h8-d512-causal-clean" in out
+        assert not command.Path("tuned").joinpath(tuning.file_name(model_of("cpu"))).exists()
+
+    def test_what_a_slow_variant_spares_is_counted(self, run, takes, monkeypatch):
+        """The rule's own variant here, beside one that takes half of its time."""
+        family = Family("mqa_logits", api.FAMILY.package)
+        chunked = family.load("torch_chunked")
+        fast = dataclasses.replace(
+            chunked, name="torch_fast", default_config=lambda problem: FAST, space=None, rank=lambda problem: 1
+        )
+        family.__dict__["names"] = ("torch_chunked", "torch_fast")
+        family._loaded["torch_fast"] = fast
+        monkeypatch.setattr(api, "FAMILY", family)
+        takes({DEFAULT: 100, SMALL: 40, str(FAST): 50})
+        code, out, _ = run(*ONE)
+        assert (code, winners(table())) == (0, [("torch_fast", str(FAST))])
+        reason = "its own choice takes more than 1.5 times as long as that of torch_fast"
+        (line,) = [line for line in out.splitlines() if line.endswith(reason)]
+        assert line.removesuffix(reason).split() == ["mqa_logits", "torch_chunked", "1"]
+        assert run(*ONE, "--within", "2.1")[0] == 0
+        assert winners(table()) == [("torch_chunked", SMALL)]
 
 
 class TestUsage:
@@ -223,6 +283,10 @@ class TestUsage:
         ("words", "message"),
         [
             (("--cold",), "--cold: only a GPU's cache can be flushed"),
+            (("--seconds", "0"), "argument --seconds: expected a number of seconds above 0, got '0'"),
+            (("--within", "0.9"), "expected a number from 1, or inf, got '0.9'"),
+            (("--within", "nan"), "expected a number from 1, or inf, got 'nan'"),
+            (("--within", "near"), "expected a number from 1, or inf, got 'near'"),
             (("--seconds-per-case", "0"), "expected a number of seconds above 0, got '0'"),
             (("--seconds-per-case", "nan"), "expected a number of seconds above 0, got 'nan'"),
             (("--seconds-per-case", "soon"), "expected a number of seconds above 0, got 'soon'"),
@@ -250,7 +314,7 @@ class TestUsage:
         [
             ("[]", "is no tuned table of format 1"),
             ("", "is not JSON"),
-            ('{"format": 1, "device": "NVIDIA H200", "ops": {}}', "was tuned on NVIDIA H200, and this is"),
+            ('{"format": 1, "device": "NVIDIA H200", "ops": {}}', "was tuned on 'NVIDIA H200', and this is"),
         ],
     )
     @pytest.mark.parametrize("option", ["--output", "--check"])
@@ -323,6 +387,13 @@ class TestCheck:
         assert code == 1
         assert out.count("the case cannot be made any more") == 2
 
+    def test_after_its_time_no_entry_is_timed(self, run, made, monkeypatch):
+        now = iter([0, 1, 10])
+        monkeypatch.setattr(tune_stages, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        code, out, err = self.check(run, "--seconds", "5")
+        assert (code, err) == (0, "the 5 s of --seconds were over\n")
+        assert "0 of 1 case flagged" in out
+
     def test_ctrl_c(self, run, made, monkeypatch):
         whole, seen = command.retime, []
 
@@ -337,45 +408,3 @@ class TestCheck:
         assert code == 130
         assert "0 of 1 case flagged" in out
         assert err == "interrupted\n"
-
-
-def test_several_processes_say_what_one_says():
-    selected = [case for case in cases("mqa_logits", [SUITE]) if "5x70" in case.name]
-    found = [command._buckets(selected, torch.device("cpu"), 0, jobs) for jobs in (1, 2)]
-    assert found[0] == found[1]
-    buckets, unprepared = found[0]
-    assert unprepared == 0
-    assert [[case.name for case in members] for members in buckets.values()] == [[case.name for case in selected]]
-
-
-@pytest.fixture
-def two_threads(monkeypatch):
-    """What stands in for processes, so that functions of the tests' own may run there."""
-
-    def use(function):
-        monkeypatch.setattr(command, "_compile", function)
-        monkeypatch.setattr(command, "_jobs", lambda args, where: 2)
-        monkeypatch.setattr(command.workers, "pool", lambda jobs, start: ThreadPoolExecutor(jobs))
-
-    return use
-
-
-def test_what_only_one_process_has_room_for_is_prepared_there(run, takes, two_threads):
-    two_threads(lambda *args: "OutOfMemoryError: no room")
-    takes({DEFAULT: 100, SMALL: 50})
-    code, out, _ = run(*TWO)
-    assert code == 0
-    assert ": 2 entries" in out
-
-
-def test_a_kernel_that_kills_its_process(run, two_threads):
-    """Nothing is timed then: the same kernel would kill this process."""
-
-    def die(*args):
-        raise BrokenProcessPool("gone")
-
-    two_threads(die)
-    code, _, err = run(*TWO)
-    assert code == 1
-    assert "a kernel killed the process that compiled and launched it: gone" in err
-    assert "broke the GPU's context" in err

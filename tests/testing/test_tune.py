@@ -22,9 +22,15 @@ def run(made_times):
     def run(case, us, *more_cases, rough=None, **options):
         made = made_times(us)
         by = made.clock if rough is None else made.clock._replace(rough=rough)
-        return tune.tune(BUCKET, [case, *more_cases], CPU, by, **options), made
+        return both_stages([case, *more_cases], by, **options), made
 
     return run
+
+
+def both_stages(cases, by, within=tune.WITHIN, seconds_per_case=None):
+    """What came of a bucket with these cases."""
+    begun = tune.begin(BUCKET, cases, CPU, by, within=within)
+    return tune.finish(begun, CPU, by, seconds_per_case=seconds_per_case)
 
 
 def variant(doubling, *configs, **more):
@@ -96,10 +102,96 @@ class TestFinal:
                 raise torch.OutOfMemoryError("no room\nat all")
             return [[1.0] * least]
 
-        found = tune.tune(BUCKET, [doubling.case()], CPU, Clock(clock, lambda launch: 0.0))
+        found = both_stages([doubling.case()], Clock(clock, lambda launch: 0.0))
         assert (found.winner, found.message) == (None, "the final failed")
         assert found.trials[-1].message == "not enough GPU memory: no room"
         assert found.trials[-1].status == FAILED
+
+
+@pytest.fixture
+def pair(doubling):
+    """``pair("a", ...)``: ``torch_fast`` is the rule's, ``torch_slow`` has these configs too; by what each takes."""
+
+    def use(*configs, launch=doubling.double):
+        doubling(
+            torch_fast=replace(doubling.variant(rank=20), default_config=lambda problem: "fast"),
+            torch_slow=replace(variant(doubling, *configs, launch=launch), default_config=lambda problem: "slow"),
+        )
+
+    return use
+
+
+class TestStages:
+    LEFT_OUT = "its own choice takes more than 1.5 times as long as that of torch_fast"
+
+    @pytest.mark.parametrize(("slow", "tried"), [(14.9, True), (15.1, False)])
+    def test_other_configs_are_tried_where_the_variant_itself_comes_near(self, run, doubling, pair, slow, tried):
+        pair("a")
+        found, made = run(doubling.case(), {"fast": 10, "slow": slow, "a": 9})
+        assert statuses(found) == {"fast": PASSED, "slow": PASSED, "a": PASSED if tried else SKIPPED}
+        assert [trial.message for trial in found.trials] == ["", "", "" if tried else self.LEFT_OUT]
+        assert found.winner.key.config == ("a" if tried else "fast")
+        assert made.rounds == [["fast", "slow", *["a"] * tried]]
+
+    def test_how_near_is_said(self, run, doubling, pair):
+        pair("a")
+        us = {"fast": 10, "slow": 30, "a": 9}
+        assert run(doubling.case(), us, within=3.0)[0].winner.key.config == "a"
+        assert run(doubling.case(), us, within=float("inf"))[0].winner.key.config == "a"
+        (trial,) = [trial for trial in run(doubling.case(), us, within=2.5)[0].trials if trial.config == "a"]
+        assert trial.message == "its own choice takes more than 2.5 times as long as that of torch_fast"
+
+    def test_the_rule_s_own_variant_may_be_the_slow_one(self, run, doubling, pair):
+        pair("a")
+        doubling(
+            torch_slow=replace(variant(doubling, "a", rank=90), default_config=lambda problem: "slow"),
+            torch_fast=replace(doubling.variant(rank=20), default_config=lambda problem: "fast"),
+        )
+        found, _ = run(doubling.case(), {"fast": 10, "slow": 40, "a": 9})
+        assert (found.winner.key.config, found.winner.over_default) == ("fast", 3.0)
+        assert statuses(found)["a"] == SKIPPED
+
+    def test_of_several_cases_the_mean_counts(self, run, doubling, pair, two):
+        """Slower by 4 on one, as fast on the other: twice in the mean."""
+        pair("a")
+        us = {"fast": 10, "slow": {8: 40, 1: 10}, "a": 9}
+        assert statuses(run(two[0], us, two[1], within=1.9)[0])["a"] == SKIPPED
+        assert statuses(run(two[0], us, two[1], within=2.1)[0])["a"] == PASSED
+
+    def test_a_hopeless_variant_is_left_out_whatever_the_factor(self, doubling, pair, made_times):
+        pair("a")
+        made = made_times({"fast": 10, "slow": 10_000_000, "a": 9})
+        by = made.clock._replace(rough=lambda launch: made.us[launch.func.__self__.config] * 1e-6)
+        found = both_stages([doubling.case()], by, within=float("inf"))
+        messages = {trial.config: trial.message for trial in found.trials}
+        assert messages["slow"] == "takes more than 10 times as long as another"
+        assert messages["a"] == "its own choice takes more than 10 times as long as another"
+
+    def test_where_the_own_choice_fails_the_others_are_tried(self, run, doubling, pair):
+        def launch(problem, config, args):
+            if config == "slow":
+                raise RuntimeError("no")
+            doubling.double(problem, config, args)
+
+        pair("a", launch=launch)
+        assert run(doubling.case(), {"fast": 10, "a": 9})[0].winner.key.config == "a"
+
+    def test_the_first_stage_launches_own_choices_alone(self, doubling, pair, made_times):
+        launched = []
+
+        def launch(problem, config, args):
+            launched.append(config)
+            doubling.double(problem, config, args)
+
+        pair("a", "b", launch=launch)
+        by = made_times({"fast": 10, "slow": 11, "a": 12, "b": 13}).clock
+        begun = tune.begin(BUCKET, [doubling.case()], CPU, by)
+        assert set(launched) == {"slow"}
+        keys = [Key("torch_fast", "fast"), *(Key("torch_slow", config) for config in ("slow", "a", "b"))]
+        assert [begun.wants(0, key) for key in keys] == [False, False, True, True]
+        tune.finish(begun, CPU, by)
+        assert launched.count("slow") == 2
+        assert launched[2:] == ["a", "a", "b", "b"]
 
 
 class ShortCase:
@@ -142,8 +234,8 @@ class TestSeveralCases:
     @pytest.mark.parametrize(("a", "winner"), [(5, "a"), (10, None)])
     def test_a_rule_that_differs_within_the_bucket_needs_no_entry(self, run, doubling, two, a, winner):
         """The rule takes "few" for the first and "many" for the second case."""
-        # Asked once for each case's trials, and once for its final.
-        sizes = iter([8, 1, 8, 1])
+        # Asked once for each stage of each case, and once for its final.
+        sizes = iter([8, 1, 8, 1, 8, 1])
         doubling(
             torch_a=replace(
                 variant(doubling, "few", "many", "a"),
@@ -267,35 +359,6 @@ class TestWhatIsNoCandidate:
         doubling(torch_a=doubling.variant())
         with pytest.raises(sweep.ContextLost):
             run(doubling.case(), {})
-
-
-class TestBucketOf:
-    def test_says_the_bucket_or_what_is_wrong(self, doubling):
-        doubling(torch_a=doubling.variant())
-        assert tune.bucket_of(doubling.case(), CPU) == BUCKET
-        assert tune.bucket_of(doubling.case(prepare_raises=ValueError("no")), CPU) == "ValueError: no"
-
-    @pytest.mark.parametrize(
-        ("turn", "only", "launched"),
-        [
-            (None, None, ""),
-            (0, None, "default a b"),
-            (4, None, "a b default"),
-            (0, [Key("torch_a", "b")], "b"),
-            (0, [], ""),
-        ],
-    )
-    def test_launches_what_is_to_be_timed(self, doubling, turn, only, launched):
-        found = []
-
-        def launch(problem, config, args):
-            found.append(config)
-            if config == "a":
-                raise RuntimeError("seen again when it is timed")
-
-        doubling(torch_a=doubling.variant(launch, space=lambda problem: ["a", "b"]))
-        assert tune.bucket_of(doubling.case(), CPU, turn=turn, only=only) == BUCKET
-        assert found == launched.split()
 
 
 def test_the_clock_of_the_cpu_times_launches_in_turn(doubling):

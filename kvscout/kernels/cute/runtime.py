@@ -28,7 +28,8 @@ _recorded: list[Program] | None = None
 def recording() -> Iterator[list[Program]]:
     """Within the context every kernel can be had, and none does anything: the list collects which were asked for.
 
-    For a process that does nothing else: variants keep what they were given.
+    A kernel is in the list of each context in which it is launched. For a process that does nothing else: variants keep
+    what they were given.
     """
     global _recorded
     before, _recorded = _recorded, []
@@ -38,8 +39,10 @@ def recording() -> Iterator[list[Program]]:
         _recorded = before
 
 
-def _does_nothing(*arguments: object) -> None:
-    """What stands for a kernel while they are recorded."""
+def _note(program: Program, *arguments: object) -> None:
+    """What stands for a kernel while they are recorded, launched or only loaded."""
+    if _recorded is not None and program not in _recorded:
+        _recorded.append(program)
 
 
 def unavailable(programs: Iterable[Program]) -> str | None:
@@ -76,6 +79,11 @@ def _refusal(program: Program) -> str | None:
     return Required(sentence) if sentence is not None and env.aot_only() else sentence
 
 
+def can_make(program: Program) -> bool:
+    """Whether :func:`load` would compile a kernel here that has no file yet."""
+    return _why_no_compile() is None and refusal(program) is None
+
+
 def _cannot_load() -> str | None:
     return cuda_runtime.refusal() if toolchain.has_loader() else toolchain.NO_LOADER
 
@@ -109,8 +117,8 @@ def load(program: Program) -> Callable[..., Any]:
             says so from then on, and nothing is tried again.
     """
     if _recorded is not None:
-        _recorded.append(program)
-        return _does_nothing
+        _note(program)
+        return functools.partial(_note, program)
     if reason := refusal(program):
         raise KernelUnavailable(f"{program.name}: {reason}")
     cuda_runtime.share()

@@ -153,8 +153,29 @@ def test_while_kernels_are_recorded_every_one_can_be_had_and_none_is_made(add, c
         for program in (add, other, add):
             assert runtime.load(program)(torch.zeros(1), 5) is None
     assert asked == [add, other]
+    with runtime.recording() as asked:
+        launch = runtime.load(add)
+    with runtime.recording() as asked_again:
+        launch(torch.zeros(1), 5)
+    assert asked_again == [add]
     assert not cache.exists()
     assert runtime.refusal(add) == toolchain.NO_LOADER
+
+
+def test_what_can_be_made_is_what_a_call_would_compile(add, cache, monkeypatch):
+    monkeypatch.setattr(runtime, "_cannot_load", lambda: None)
+    assert runtime.can_make(add)
+    monkeypatch.setattr(toolchain, "cannot_compile", lambda: toolchain.NO_DSL)
+    runtime._refusal.cache_clear()
+    assert not runtime.can_make(add)
+    monkeypatch.setattr(toolchain, "cannot_compile", lambda: None)
+    runtime._refusal.cache_clear()
+    monkeypatch.setenv("KVSCOUT_AOT_ONLY", "1")
+    assert not runtime.can_make(add)
+    monkeypatch.delenv("KVSCOUT_AOT_ONLY")
+    monkeypatch.setattr(runtime, "_cannot_load", lambda: toolchain.NO_LOADER)
+    runtime._refusal.cache_clear()
+    assert not runtime.can_make(add)
 
 
 def test_a_file_that_does_not_load_is_compiled_again_and_said(add, path, compiled):
