@@ -18,7 +18,7 @@ SCHEMAS = {
     ),
     "pa_plan": (
         "(Tensor context_lengths, Tensor(a!) work_info, Tensor(b!) reduce_info, SymInt max_partitions, "
-        "SymInt sliding_window, SymInt query_length, SymInt tiles_per_partition, str variant) -> ()"
+        "SymInt sliding_window, SymInt query_length, SymInt tile, SymInt tiles_per_partition, str variant) -> ()"
     ),
     "topk": ("(Tensor logits, Tensor? starts, Tensor? ends, Tensor(a!) out, SymInt k, bool sorted, str variant) -> ()"),
     "selection_tables": (

@@ -98,6 +98,7 @@ class Attend:
         max_context_length: bounds that ``pa_decode`` is given; null is none.
         max_partitions: as for ``plan_pa_decode``; null takes its default.
         workgroup_budget: likewise.
+        tile: likewise.
         batch_invariant: likewise.
     """
 
@@ -122,6 +123,7 @@ class Attend:
     max_context_length: tuple[int | None, ...] = (None,)
     max_partitions: int | None = None
     workgroup_budget: int | None = None
+    tile: int | None = None
     batch_invariant: bool = False
 
 

@@ -141,7 +141,8 @@ def _attend(attend: Attend, select: Select | None, e4m3: torch.dtype) -> None:
 def _decode(attend: Attend, caches: _Caches, lengths: Tensor, tables: Tensor, query_length: int) -> None:
     plan = kvscout.plan_pa_decode(
         lengths, attend.kv_heads, max_partitions=attend.max_partitions, workgroup_budget=attend.workgroup_budget,
-        sliding_window=attend.sliding_window, query_length=query_length, batch_invariant=attend.batch_invariant,
+        sliding_window=attend.sliding_window, query_length=query_length, tile=attend.tile,
+        batch_invariant=attend.batch_invariant,
     )  # fmt: skip
     shape = (lengths.shape[0] * query_length, attend.query_heads, attend.head_dim)
     query = torch.empty(shape, dtype=getattr(torch, attend.dtype), device=META)

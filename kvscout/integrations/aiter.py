@@ -19,7 +19,7 @@ from .. import checks, fp8, paging
 from ..ops.mqa_logits import api as mqa_logits
 from ..ops.pa_decode import api as decode
 from ..ops.pa_plan import api as planning
-from ..ops.pa_plan.plan import TILE, PADecodePlan
+from ..ops.pa_plan.plan import PADecodePlan
 from ..variants import AUTO
 from .naming import renamed
 
@@ -40,6 +40,9 @@ NAMES = {
     "cu_seq_len_k_end": "cu_ends",
 }
 """What the arguments of :func:`kvscout.fp8_mqa_logits` are called in AITER."""
+
+CONTEXT_PARTITION_SIZE = 256
+"""Tokens per tile of AITER's plans."""
 
 
 def fp8_mqa_logits(
@@ -187,6 +190,9 @@ def plan_pa_decode(
 ) -> PADecodePlan:
     """Plan a batch's decode, or refresh a plan in place: :func:`kvscout.plan_pa_decode`, whose tasks are AITER's.
 
+    Tiles have AITER's 256 tokens, on every GPU; where batches are small, :func:`kvscout.plan_pa_decode` with its own
+    tile may be faster.
+
     Args:
         context_lengths: int32 ``[B]``, contiguous, on any device; B may be 0, or more than AITER's 4096.
         num_kv_heads: heads in the KV cache.
@@ -198,8 +204,8 @@ def plan_pa_decode(
         sliding_window: tokens that a query sees, its own included; 0 and -1 are no window.
         query_length: query tokens per sequence. **It must be that of the decode, also without a window**, where AITER
             does not look at it: :func:`pa_decode` refuses another plan.
-        plan: a plan made with the same batch size, heads, window and query length; AITER lets the last differ where
-            there is no window.
+        plan: a plan made with the same batch size, heads, window and query length, and with tiles of 256; AITER lets
+            the query length differ where there is no window.
 
     Returns:
         ``plan``, or a new :class:`kvscout.PADecodePlan`: ``work_info`` and ``reduce_info`` hold what AITER's do, for
@@ -225,6 +231,7 @@ def plan_pa_decode(
         workgroup_budget=workgroup_budget,
         sliding_window=sliding_window,
         query_length=query_length,
+        tile=CONTEXT_PARTITION_SIZE,
         plan=plan,
     )
 
@@ -239,7 +246,7 @@ def pa_decode(
     softmax_scale: float,
     query_length: int,
     *,
-    context_partition_size: int = TILE,
+    context_partition_size: int = CONTEXT_PARTITION_SIZE,
     compute_type: torch.dtype = torch.bfloat16,
     query_scale: Tensor | None = None,
     key_scale: Tensor | float | None = None,
@@ -312,8 +319,10 @@ def pa_decode(
         [3.0]
     """
     checks.integer("context_partition_size", context_partition_size, 1)
-    if context_partition_size != TILE:
-        raise NotImplementedError(f"context_partition_size: expected {TILE}, got {context_partition_size}")
+    if context_partition_size != CONTEXT_PARTITION_SIZE:
+        raise NotImplementedError(
+            f"context_partition_size: expected {CONTEXT_PARTITION_SIZE}, got {context_partition_size}"
+        )
     _check_compute_type(compute_type, key_cache)
     for name, value in {"query_scale": query_scale, "alibi_slopes": alibi_slopes}.items():
         if value is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TILE = 256
-
 
 class Plan(NamedTuple):
     """What ``work_info`` and ``reduce_info`` of a decode plan hold."""
@@ -30,13 +28,13 @@ def pa_capacity(
     return min(num_sequences * max_partitions, max(num_sequences, per_head))
 
 
-def pa_tiles(length: int, sliding_window: int, query_length: int) -> range:
-    """The tiles that hold a token which some query of the sequence sees."""
+def pa_tiles(length: int, sliding_window: int, query_length: int, tile: int) -> range:
+    """The tiles of ``tile`` tokens that hold a token which some query of the sequence sees."""
     if length <= 0:
         return range(0)
     first_token = max(length - query_length + 1 - sliding_window, 0) if sliding_window > 0 else 0
     last_token = length - 1
-    return range(first_token // TILE, last_token // TILE + 1)
+    return range(first_token // tile, last_token // tile + 1)
 
 
 def pa_plan(
@@ -45,13 +43,14 @@ def pa_plan(
     max_partitions: int,
     sliding_window: int,
     query_length: int,
+    tile: int,
     tiles_per_partition: int = 0,
 ) -> Plan:
     """The plan of ``lengths``: shares of the slots in proportion to tiles, rounded by a running total.
 
     With ``tiles_per_partition`` a batch-invariant one: every sequence gets the same slots, and fills those it needs.
     """
-    tiles = [pa_tiles(length, sliding_window, query_length) for length in lengths]
+    tiles = [pa_tiles(length, sliding_window, query_length, tile) for length in lengths]
     total = max(sum(map(len, tiles)), 1)
     remaining = capacity - sum(len(t) > 0 for t in tiles)
     work: list[tuple[int, int, int, int]] = []

@@ -39,9 +39,12 @@ def test_a_file_has_the_form_of_the_presets(tmp_path):
 def test_null_is_a_bound_that_is_not_given(tmp_path):
     path = tmp_path / "models.json"
     attend = {"query_heads": 8, "kv_heads": 1, "head_dim": 64, "pages": 16, "max_context_length": [None, 4096]}
-    path.write_text(json.dumps({"a": {"attend": attend | {"max_partitions": None}}}))
+    path.write_text(json.dumps({"a": {"attend": attend | {"max_partitions": None, "tile": 128}}}))
     read = models.read(path)["a"].attend
     assert (read.pages, read.max_context_length, read.max_partitions) == ((16,), (None, 4096), None)
+    assert read.tile == 128
+    path.write_text(json.dumps({"a": {"attend": attend | {"tile": None}}}))
+    assert models.read(path)["a"].attend.tile is None
 
 
 ATTEND = {"query_heads": 8, "kv_heads": 1, "head_dim": 64, "pages": 16}

@@ -12,6 +12,7 @@ import kvscout
 from kvscout import paging
 from kvscout.device import num_sms
 from kvscout.integrations import aiter
+from kvscout.ops.pa_plan import api as planning
 from kvscout.testing import oracles, paged_inputs
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -71,10 +72,21 @@ class TestPlan:
         most = options.get("max_partitions", sms)
         capacity = oracles.pa_capacity(len(LENGTHS), KV_HEADS, most, options.get("workgroup_budget", 2 * sms))
         window = max(options.get("sliding_window", 0), 0)
-        expected = oracles.pa_plan(LENGTHS, capacity, most, window, options.get("query_length", 1))
+        expected = oracles.pa_plan(LENGTHS, capacity, most, window, options.get("query_length", 1), 256)
         assert plan.work_info.tolist() == [list(task) for task in expected.work]
         assert plan.reduce_info.tolist() == [list(slots) for slots in expected.reduce]
         assert isinstance(plan, kvscout.PADecodePlan)
+
+    @pytest.mark.parametrize("arch", ["cpu", "sm_90", "gfx942"])
+    def test_tiles_have_256_tokens_on_every_gpu(self, monkeypatch, arch):
+        monkeypatch.setattr(planning, "arch_of", lambda device: arch)
+        monkeypatch.setenv("KVSCOUT_PA_PLAN_VARIANT", "torch_vectorised")
+        lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+        plan = aiter.plan_pa_decode(lengths, KV_HEADS)
+        assert plan.tile == 256
+        assert aiter.plan_pa_decode(lengths, KV_HEADS, plan=plan).reduce_info[:, 1].tolist() == [3, 0, 1, 2]
+        with pytest.raises(ValueError, match=r"^tile: expected 128, .* got 256$"):
+            aiter.plan_pa_decode(lengths, KV_HEADS, plan=kvscout.plan_pa_decode(lengths, KV_HEADS, tile=128))
 
     def test_a_refresh_is_in_place(self):
         lengths = torch.tensor(LENGTHS, dtype=torch.int32)

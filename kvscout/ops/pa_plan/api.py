@@ -11,25 +11,33 @@ from ... import checks, torch_ops, tuning
 from ...device import arch_of
 from ...device import num_sms as sms_of
 from ...variants import AUTO, Family
-from .plan import COUNTER_STRIDE, TILE, PADecodePlan
+from .plan import COUNTER_STRIDE, TILES, PADecodePlan
 
 FAMILY = Family("pa_plan", __package__)
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
-MAX_SLOTS_TIMES_SEQUENCES = 2**40
-"""Sequences have at most 2^23 tiles, so that up to here the products of the plan's arithmetic fit 64 bits."""
+LOG2_MAX_SLOTS_TIMES_SEQUENCES = {128: 39, 256: 40}
+"""By tile: sequences have at most 2^31 / tile tiles, so that up to here the products of the plan's arithmetic fit 64
+bits."""
 
 MAX_RECOMMENDED_SPLITS = 8
 
 LARGE_WORKGROUPS = ("sm_90",)
 """Where one workgroup fills an SM, and a second one's start and partial results cost more than they hide."""
 
+SMALL_TILES = ("sm_90",)
+"""Where a plan has tiles of 128 tokens unless told otherwise: tiles of 256 are too few for all SMs where a batch is one
+sequence of 8K tokens, or four of 2048, and smaller ones balance larger batches better."""
+
 
 @dataclass(frozen=True)
 class Problem:
-    """What variants decide on. A ``sliding_window`` of 0 is none, ``tiles_per_partition`` 0 not batch-invariant."""
+    """What variants decide on.
+
+    A ``sliding_window`` of 0 is none, ``tile`` is in tokens, and ``tiles_per_partition`` 0 is not batch-invariant.
+    """
 
     arch: str
     num_sequences: int
@@ -37,6 +45,7 @@ class Problem:
     max_partitions: int
     sliding_window: int
     query_length: int
+    tile: int
     tiles_per_partition: int
 
     def bucket(self) -> tuning.Bucket:
@@ -74,6 +83,7 @@ def plan_pa_decode(
     workgroup_budget: int | None = None,
     sliding_window: int = 0,
     query_length: int = 1,
+    tile: int | None = None,
     batch_invariant: bool = False,
     tiles_per_partition: int | None = None,
     plan: PADecodePlan | None = None,
@@ -83,8 +93,8 @@ def plan_pa_decode(
 
     ::
 
-        first_i   = max(ctx_i - (QL-1) - W, 0) // 256 if W > 0 else 0      first tile that a query sees
-        tiles_i   = ceil(max(ctx_i, 0) / 256) - first_i
+        first_i   = max(ctx_i - (QL-1) - W, 0) // tile if W > 0 else 0     first tile that a query sees
+        tiles_i   = ceil(max(ctx_i, 0) / tile) - first_i
         capacity  = min(B * max_partitions, max(B, ceil(workgroup_budget / num_kv_heads)))
         remaining = capacity - #{tiles_i > 0};  total = max(sum(tiles), 1);  cum = inclusive prefix sum of tiles
         count_i   = min([tiles_i > 0] + cum_i*remaining // total - (cum_i - tiles_i)*remaining // total,
@@ -111,13 +121,16 @@ def plan_pa_decode(
             elsewhere (or the plan's).
         sliding_window: W, the tokens that a query sees, its own position included; 0 and -1 are no window.
         query_length: QL, query tokens per sequence.
+        tile: tokens per tile, 128 or 256; None takes 128 on sm_90, 256 elsewhere (or the plan's). A sequence has no
+            more tasks than tiles: small ones give more SMs a part of a small batch, and any batch more even tasks.
         batch_invariant: split each sequence without regard to the others. The bits of its outputs then do not depend on
             its batch, as long as both batches are planned with the same other arguments (so not with what
             ``get_recommended_splits`` says of each), on the same kind of device, and decoded by the same variant, which
             is not ``torch_reference``: that one follows no plan.
         tiles_per_partition: tiles of a task in a batch-invariant plan; None takes 1 (or the plan's).
-        plan: an earlier plan of the same batch size, heads, window, query length and batch invariance: its tensors are
-            rewritten in place, nothing is allocated, and CUDA graphs that read them follow. So do the plan's forks.
+        plan: an earlier plan of the same batch size, heads, window, query length, tile and batch invariance: its
+            tensors are rewritten in place, nothing is allocated, and CUDA graphs that read them follow. So do the
+            plan's forks.
         variant: a variant's name (see ``kvscout info``), or "auto": ``KVSCOUT_PA_PLAN_VARIANT`` or the best fit.
 
     Returns:
@@ -133,17 +146,17 @@ def plan_pa_decode(
     One kernel; never synchronises with the host; capturable in a CUDA graph, whose replays follow lengths that change
     on the device. Works under ``torch.compile(fullgraph=True)``.
 
-    Source: the split policy and tensors are those of AITER's planned paged-attention decode; it has no batch-invariant
-    plans.
+    Source: the split policy and tensors are those of AITER's planned paged-attention decode; its tiles have 256 tokens,
+    and it has no batch-invariant plans.
 
     Example:
         >>> lengths = torch.tensor([1000, 0, 300], dtype=torch.int32)
-        >>> plan = plan_pa_decode(lengths, 1, workgroup_budget=6)
+        >>> plan = plan_pa_decode(lengths, 1, workgroup_budget=6, tile=256)
         >>> plan.reduce_info.tolist()
         [[0, 3], [3, 0], [3, 2]]
         >>> plan.work_info.tolist()
         [[0, 0, 1, 1000], [0, 1, 2, 1000], [0, 2, 4, 1000], [2, 0, 1, 300], [2, 1, 2, 300], [0, 0, 0, 0]]
-        >>> options = {"batch_invariant": True, "tiles_per_partition": 2}
+        >>> options = {"tile": 256, "batch_invariant": True, "tiles_per_partition": 2}
         >>> plan_pa_decode(lengths, 1, **options).reduce_info[:, 1].tolist()
         [2, 0, 1]
     """
@@ -155,13 +168,16 @@ def plan_pa_decode(
         checks.integer("max_partitions", max_partitions, 1, INT32_MAX)
     if workgroup_budget is not None:
         checks.integer("workgroup_budget", workgroup_budget, 1, INT32_MAX)
+    if tile is not None:
+        checks.integer("tile", tile, 1)
+        checks.one_of("tile", tile, TILES)
     checks.boolean("batch_invariant", batch_invariant)
     if tiles_per_partition is not None:
         checks.integer("tiles_per_partition", tiles_per_partition, 1, INT32_MAX)
         if not batch_invariant:
             raise ValueError(f"tiles_per_partition: expected None without batch_invariant, got {tiles_per_partition}")
     settings = _Settings(
-        num_kv_heads, max_partitions, workgroup_budget, max(sliding_window, 0), query_length, batch_invariant,
+        num_kv_heads, max_partitions, workgroup_budget, max(sliding_window, 0), query_length, tile, batch_invariant,
         tiles_per_partition,
     )  # fmt: skip
     if plan is None:
@@ -171,7 +187,7 @@ def plan_pa_decode(
     call = torch_ops.traced("pa_plan") if torch.compiler.is_compiling() else run
     call(
         context_lengths, plan.work_info, plan.reduce_info,
-        plan.max_partitions, plan.sliding_window, plan.query_length, plan.tiles_per_partition, variant,
+        plan.max_partitions, plan.sliding_window, plan.query_length, plan.tile, plan.tiles_per_partition, variant,
     )  # fmt: skip
     return plan
 
@@ -184,6 +200,7 @@ class _Settings(NamedTuple):
     workgroup_budget: int | None
     sliding_window: int
     query_length: int
+    tile: int | None
     batch_invariant: bool
     tiles_per_partition: int | None
 
@@ -196,11 +213,13 @@ class _Settings(NamedTuple):
 
 def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePlan:
     device, num_sequences, num_kv_heads = context_lengths.device, context_lengths.shape[0], settings.num_kv_heads
-    max_partitions, workgroup_budget = settings.max_partitions, settings.workgroup_budget
+    max_partitions, workgroup_budget, tile = settings.max_partitions, settings.workgroup_budget, settings.tile
     if max_partitions is None:
         max_partitions = sms_of(device)
     if workgroup_budget is None:
         workgroup_budget = sms_of(device) * (1 if arch_of(device) in LARGE_WORKGROUPS else 2)
+    if tile is None:
+        tile = 128 if arch_of(device) in SMALL_TILES else 256
     capacity = settings.capacity(num_sequences, max_partitions, workgroup_budget)
     return PADecodePlan(
         work_info=torch.empty(capacity, 4, dtype=torch.int32, device=device),
@@ -210,7 +229,7 @@ def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePla
         max_partitions=max_partitions,
         sliding_window=settings.sliding_window,
         query_length=settings.query_length,
-        tile=TILE,
+        tile=tile,
         batch_invariant=settings.batch_invariant,
         tiles_per_partition=(settings.tiles_per_partition or 1) if settings.batch_invariant else 0,
     )
@@ -230,6 +249,7 @@ def _check_refresh(plan: PADecodePlan, context_lengths: torch.Tensor, settings: 
         "max_partitions": (settings.max_partitions, plan.max_partitions),
         "sliding_window": (settings.sliding_window, plan.sliding_window),
         "query_length": (settings.query_length, plan.query_length),
+        "tile": (settings.tile, plan.tile),
         "batch_invariant": (settings.batch_invariant, plan.batch_invariant),
         "tiles_per_partition": (settings.tiles_per_partition, plan.tiles_per_partition),
     }
@@ -253,18 +273,21 @@ def run(
     max_partitions: int,
     sliding_window: int,
     query_length: int,
+    tile: int,
     tiles_per_partition: int,
     variant: str,
 ) -> None:
     """Check, choose, launch: fill ``work_info`` and ``reduce_info``."""
     args = Args(context_lengths, work_info, reduce_info)
-    problem = check(args, max_partitions, sliding_window, query_length, tiles_per_partition)
+    problem = check(args, max_partitions, sliding_window, query_length, tile, tiles_per_partition)
     choice = FAMILY.choose(problem, variant)
     if problem.num_sequences:
         choice.launch(problem, args)
 
 
-def check(args: Args, max_partitions: int, sliding_window: int, query_length: int, tiles_per_partition: int) -> Problem:
+def check(
+    args: Args, max_partitions: int, sliding_window: int, query_length: int, tile: int, tiles_per_partition: int
+) -> Problem:
     """Check every tensor of a call and describe it."""
     lengths, work_info, reduce_info = args
     checks.tensor("context_lengths", lengths, ("B",), torch.int32)
@@ -275,9 +298,10 @@ def check(args: Args, max_partitions: int, sliding_window: int, query_length: in
         if not value.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(value.stride())}")
     capacity = work_info.shape[0]
-    if capacity * num_sequences > MAX_SLOTS_TIMES_SEQUENCES or capacity > INT32_MAX:
+    log2_max = LOG2_MAX_SLOTS_TIMES_SEQUENCES[tile]
+    if capacity * num_sequences > 2**log2_max or capacity > INT32_MAX:
         raise ValueError(
-            "context_lengths: expected at most 2**40 sequences x slots, "
+            f"context_lengths: expected at most 2**{log2_max} sequences x slots with tiles of {tile} tokens, "
             f"got {num_sequences} sequences x {capacity} slots"
         )
     return Problem(
@@ -287,6 +311,7 @@ def check(args: Args, max_partitions: int, sliding_window: int, query_length: in
         max_partitions=max_partitions,
         sliding_window=sliding_window,
         query_length=query_length,
+        tile=tile,
         tiles_per_partition=tiles_per_partition,
     )
 

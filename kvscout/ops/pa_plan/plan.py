@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-TILE = 256
-"""Tokens per tile: the grain in which a sequence is split."""
+TILES = (128, 256)
+"""Tokens that a tile may have: the grain in which a sequence is split."""
 
 COUNTER_STRIDE = 32
 """int32 per arrival counter, so that each has a 128-byte line of its own."""
@@ -34,7 +34,7 @@ class PADecodePlan:
         max_partitions: most tasks that one sequence is split into.
         sliding_window: tokens that a query sees, its own position included; 0 sees all.
         query_length: query tokens per sequence.
-        tile: tokens per tile.
+        tile: tokens per tile, one of :data:`TILES`.
         batch_invariant: whether a sequence is split without regard to the rest of its batch.
         tiles_per_partition: tiles of a task in a batch-invariant plan, while slots suffice; 0 in any other plan.
     """
@@ -46,7 +46,7 @@ class PADecodePlan:
     max_partitions: int
     sliding_window: int
     query_length: int
-    tile: int = TILE
+    tile: int
     batch_invariant: bool = False
     tiles_per_partition: int = 0
     _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)

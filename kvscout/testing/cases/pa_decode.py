@@ -17,6 +17,7 @@ from ...ops.pa_decode import api
 from ...ops.pa_decode.cost import cost
 from ...ops.pa_decode.variants.torch_reference import reference, visible
 from ...ops.pa_plan.api import plan_pa_decode
+from ...ops.pa_plan.plan import TILES
 from ...roofline import Cost
 from .. import paged_inputs
 from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
@@ -93,6 +94,7 @@ class PaDecodeCase:
             value 0, as a model's own sinks do), "peaks" (so have the first four together), "contrast" (the first token
             has a value scale of 1e6, and so little weight that it counts about as much as all others).
         num_blocks: blocks in the pool, if more than are needed.
+        tile: tokens per tile of the plan; 0 is what the plan takes by itself.
         label: a name to replace the one that is made of all this.
     """
 
@@ -112,6 +114,7 @@ class PaDecodeCase:
     splits: tuple[int, int] = DEFAULT_SPLITS
     odd: tuple[str, ...] = ()
     num_blocks: int = 0
+    tile: int = 0
     label: str = ""
     level: str = VERIFY
     op: str = "pa_decode"
@@ -128,6 +131,7 @@ class PaDecodeCase:
             "magnitudes", "shared", "strided", "misaligned", "large", "tiny", "huge", "wild", "sparse", "no_lse",
             "peaked", "peaks", "contrast",
         ),
+        "tile": (0, *TILES),
     }  # fmt: skip
     LEAST: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("group", "kv_heads", "query_length", "splits"), 1),
@@ -167,6 +171,7 @@ class PaDecodeCase:
         flags += [f"sinks_{self.sinks}"] * (self.sinks != "")
         flags += [f"split{self.splits[0]}of{self.splits[1]}"] * (self.splits != DEFAULT_SPLITS)
         flags += [*self.odd, *[f"pool{self.num_blocks}"] * (self.num_blocks > 0)]
+        flags += [f"tile{self.tile}"] * (self.tile > 0)
         return "-".join((batch, shape, *flags))
 
     def __str__(self) -> str:
@@ -202,7 +207,7 @@ class PaDecodeCase:
         value_scale = self._scale(value_kind or key_kind, found, generator, CONTRAST_SCALE)
         plan = plan_pa_decode(
             lengths, self.kv_heads, max_partitions=self.splits[0], workgroup_budget=self.splits[1],
-            sliding_window=self.window, query_length=self.query_length,
+            sliding_window=self.window, query_length=self.query_length, tile=self.tile or None,
         )  # fmt: skip
         output = Guarded((rows, heads, self.dim), DTYPES[self.dtype], device, row_gap=gap)
         lse = Guarded((rows, heads), torch.float32, device, row_gap=gap)
@@ -452,9 +457,19 @@ def _suite() -> Iterator[PaDecodeCase]:
     yield case(700, 260, odd=("contrast",), scales="token", splits=(1, 1))
     # The last tile is past what the first query sees, which has rows of its own.
     yield case(257, group=64, kv_heads=1, query_length=3, splits=(2, 2))
+    yield case(129, group=64, kv_heads=1, query_length=3, splits=(2, 2), tile=128)
+    for i, (layout, page) in enumerate((("chunked", 16), ("plain_v", 32), ("nhd", 64), ("hnd", 128))):
+        lengths = (0, 1, 127, 128, 129, 257, 640)
+        yield case(*lengths, layout=layout, page=page, cache=("e4m3", "bf16")[i % 2], splits=(5, 40), tile=128)
+    for i, window in enumerate((1, 127, 128, 129, 300)):
+        yield case(2, 0, 530, window=window, query_length=(1, 5, 3)[i % 3], causal=i % 2 == 0, page=64, tile=128)
+    # On Hopper, steps of as many tokens as a tile has.
+    yield case(900, 130, kv_heads=1, dim=128, page=128, splits=(8, 32), sinks="ends", tile=128)
+    yield case(0, 1100, -3, splits=(3, 1), scales="token", tile=128)
 
 
 EDGES = (0, 1, 2, 3, 4, *range(255, 260), *range(511, 516), *range(2303, 2308), 4099)
+SMALL_EDGES = (0, 1, *range(126, 131), *range(255, 259), *range(382, 387), 1151, 1152, 1153, 4099)
 WINDOWS = (1, 255, 256, 257, 509, 1024, 4095, 4096, 6000, 8192, 8193, 2**31 - 1, 2**31, 2**40, -1)
 LAYOUTS = ("chunked", "plain_v", "nhd", "hnd")
 PAGES = (16, 32, 64, 128)
@@ -514,6 +529,18 @@ def _verify() -> Iterator[PaDecodeCase]:
         yield PaDecodeCase(EDGES, window=window, causal=False, query_length=8, page=64, scales="head")
     yield PaDecodeCase((0,) * 5, scales="token", sinks="ends", query_length=2)
     yield PaDecodeCase(EDGES, cache="fnuz", scales="head", page=32)
+    for i, layout in enumerate(LAYOUTS):
+        for j, page in enumerate(PAGES):
+            scales, window = SCALES[(i + j) % len(SCALES)], (0, 1, 127, 128, 129, 600)[(i + j) % 6]
+            common: dict[str, Any] = {"layout": layout, "page": page, "query_length": 1 + j, "tile": 128}
+            yield PaDecodeCase(SMALL_EDGES, scales=scales, window=window, sinks="ends", **common)
+            yield PaDecodeCase(SMALL_EDGES, cache="bf16", window=window, causal=False, **common)
+    for i, dim in enumerate(api.HEAD_DIMS):
+        for cache in ("e4m3", "bf16"):
+            yield PaDecodeCase(SMALL_EDGES, dim=dim, cache=cache, page=PAGES[i % 4], splits=SPLITS[i], tile=128)
+    yield PaDecodeCase((8192,), group=16, kv_heads=1, page=128, tile=128)
+    yield PaDecodeCase((2048,) * 4, group=16, kv_heads=1, tile=128)
+    yield PaDecodeCase((200_000, 5), page=128, sinks="ends", query_length=2, tile=128)
     # Block ids past 16 bits, and pools past 4 GB.
     yield PaDecodeCase(EDGES, kv_heads=1, dim=64, scales="token", num_blocks=70_000)
     yield PaDecodeCase(EDGES, kv_heads=1, page=128, num_blocks=280_000)

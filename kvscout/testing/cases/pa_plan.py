@@ -11,6 +11,7 @@ import torch
 
 from ...ops.pa_plan import api
 from ...ops.pa_plan.cost import cost
+from ...ops.pa_plan.plan import TILES
 from .. import oracles
 from ..case import BENCH, FULL, SUITE, VERIFY, Guarded, Prepared, check_fields
 from ..compare import Comparison, equal
@@ -20,7 +21,10 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 EDGES = (
     *(0, 1, 2, 3, 4), *range(255, 260), *range(511, 516), *range(2303, 2308), 4099, 200_000, -1, INT32_MIN,
 )  # fmt: skip
-"""Lengths around the ends of tiles, and those that stand for nothing."""
+"""Lengths around the ends of tiles of 256, and those that stand for nothing."""
+
+SMALL_EDGES = (*range(126, 131), *EDGES, *range(382, 387))
+"""The same, and lengths around the ends of tiles of 128."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,11 @@ class PaPlanCase:
     """One batch, the kind of its lengths, and how it is to be split.
 
     Attributes:
-        lengths: "edges" (:data:`EDGES` over and over), "equal" (8192 each), "random" (up to 20,000), "empty" (none has
-            a token), "sparse" (every seventh has some), "skewed" (one of 200,000 among short ones), "extreme"
-            (INT32_MAX among edges), "huge" (INT32_MAX each).
+        lengths: "edges" (the tile's over and over), "equal" (8192 each), "random" (up to 20,000), "empty" (none has a
+            token), "sparse" (every seventh has some), "skewed" (one of 200,000 among short ones), "extreme" (INT32_MAX
+            among edges), "huge" (INT32_MAX each).
         tiles_per_partition: of a batch-invariant plan; 0 is any other plan.
+        tile: tokens per tile.
     """
 
     sequences: int
@@ -42,11 +47,13 @@ class PaPlanCase:
     window: int = 0
     query_length: int = 1
     tiles_per_partition: int = 0
+    tile: int = 256
     level: str = VERIFY
     op: str = "pa_plan"
 
     ACCEPTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         "lengths": ("edges", "equal", "random", "empty", "sparse", "skewed", "extreme", "huge"),
+        "tile": TILES,
     }
     LEAST: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("sequences", "kv_heads", "max_partitions", "budget", "query_length"), 1),
@@ -63,6 +70,7 @@ class PaPlanCase:
         split = f"kv{self.kv_heads}-p{self.max_partitions}-b{self.budget}"
         flags = [f"w{self.window}"] * (self.window != 0) + [f"ql{self.query_length}"] * (self.query_length != 1)
         flags += [f"invariant{self.tiles_per_partition}"] * (self.tiles_per_partition != 0)
+        flags += [f"tile{self.tile}"] * (self.tile != 256)
         return "-".join((f"{self.sequences}x{self.lengths}", split, *flags))
 
     def __str__(self) -> str:
@@ -75,13 +83,14 @@ class PaPlanCase:
             generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()) + seed)
             drawn: list[int] = torch.randint(-500, 20_000, (count,), generator=generator).tolist()
             return drawn
+        edges = EDGES if self.tile == 256 else SMALL_EDGES
         pattern: tuple[int, ...] = {
-            "edges": EDGES,
+            "edges": edges,
             "equal": (8192,),
             "empty": (0, -1, INT32_MIN),
             "sparse": (0, 0, 0, 3000, 0, 0, 0),
             "skewed": (40, 300),
-            "extreme": (*EDGES, INT32_MAX, INT32_MAX - 255),
+            "extreme": (*edges, INT32_MAX, INT32_MAX - self.tile + 1),
             "huge": (INT32_MAX,),
         }[self.lengths]
         lengths = [pattern[i % len(pattern)] for i in range(count)]
@@ -98,7 +107,7 @@ class PaPlanCase:
         work = Guarded((capacity, 4), torch.int32, device)
         reduce = Guarded((self.sequences, 2), torch.int32, device)
         args = api.Args(torch.tensor(lengths, dtype=torch.int32, device=device), work.view, reduce.view)
-        numbers = (self.max_partitions, window, self.query_length, self.tiles_per_partition)
+        numbers = (self.max_partitions, window, self.query_length, self.tile, self.tiles_per_partition)
         expected = oracles.pa_plan(lengths, capacity, *numbers)
 
         def check(variant: str) -> list[Comparison]:
@@ -143,6 +152,15 @@ def _suite() -> Iterator[PaPlanCase]:
         yield PaPlanCase(28, "extreme", *shape, query_length=1 + i, tiles_per_partition=tiles, level=SUITE)
     for lengths in ("empty", "random", "huge"):
         yield PaPlanCase(70, lengths, 1, 8, tiles_per_partition=4, level=SUITE)
+    for i, window in enumerate((0, 127, 128, 129, 257, INT32_MAX)):
+        max_partitions, budget = SPLITS[i]
+        shape = ((1, 2, 8)[i % 3], max_partitions, budget, window)
+        for tiles in (0, 3):
+            yield PaPlanCase(36, "extreme", *shape, 1 + i % 4, tiles, tile=128, level=SUITE)
+    for lengths in ("sparse", "skewed", "random"):
+        yield PaPlanCase(200, lengths, 1, 132, 512, tile=128, level=SUITE)
+    # More than 2^31 tiles in one block of sequences.
+    yield PaPlanCase(150, "huge", 1, 132, 600, tile=128, level=SUITE)
 
 
 def _verify() -> Iterator[PaPlanCase]:
@@ -155,6 +173,13 @@ def _verify() -> Iterator[PaPlanCase]:
     yield PaPlanCase(16384, "huge", 1, 64, 1 << 20)
     yield PaPlanCase(1, "huge", 1, 1 << 20, 1 << 20)
     yield PaPlanCase(4, "huge", 1, 1 << 20, 1 << 20, 2**30)
+    for sequences in (1, 16, 65, 257, 1025, 16384):
+        for lengths in ("edges", "random", "skewed", "extreme"):
+            yield PaPlanCase(sequences, lengths, tile=128)
+            yield PaPlanCase(sequences, lengths, 8, 256, 512, 4095, query_length=4, tile=128)
+            yield PaPlanCase(sequences, lengths, 1, 16, tiles_per_partition=3, tile=128)
+    yield PaPlanCase(16384, "huge", 1, 64, 1 << 20, tile=128)
+    yield PaPlanCase(1, "huge", 1, 1 << 20, 1 << 20, tile=128)
 
 
 def _full() -> Iterator[PaPlanCase]:

@@ -27,6 +27,7 @@ def _make(
     cache=torch.bfloat16,
     query_length=1,
     sliding_window=0,
+    tile=None,
     seed=0,
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -35,6 +36,7 @@ def _make(
     query = torch.randn(len(lengths) * query_length, group * kv_heads, dim, generator=generator).bfloat16()
     context_lengths = torch.tensor(lengths, dtype=torch.int32)
     options = {"query_length": query_length, "sliding_window": sliding_window}
+    split = {"max_partitions": 4, "workgroup_budget": 8, "tile": tile}
     return {
         "output": torch.full_like(query, float("nan")),
         "query": query,
@@ -43,7 +45,7 @@ def _make(
         "context_lengths": context_lengths,
         "block_tables": tables.block_tables,
         "softmax_scale": dim**-0.5,
-        "work_plan": plan_pa_decode(context_lengths, kv_heads, max_partitions=4, workgroup_budget=8, **options),
+        "work_plan": plan_pa_decode(context_lengths, kv_heads, **split, **options),
         "kv_layout": layout,
         **options,
     }

@@ -147,6 +147,14 @@ def test_rows_are_cut_into_blocks(group, query_length, rows, blocks, call, launc
     assert launch.data.rows_first == (blocks > 1)
 
 
+@pytest.mark.parametrize(("tile", "steps"), [(128, 1), (256, 2)])
+def test_a_tile_of_the_plan_is_whole_steps(tile, steps, call, launches):
+    made = call()
+    made["work_plan"] = plan_pa_decode(made["context_lengths"], 2, tile=tile)
+    launch, _ = decode(made, launches)
+    assert launch.data.task_steps == steps
+
+
 def test_a_plan_without_splits_takes_no_merge_and_no_scratch(call, launches):
     made = call()
     made["work_plan"] = plan_pa_decode(made["context_lengths"], 2, max_partitions=1)

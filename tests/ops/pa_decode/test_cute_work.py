@@ -10,6 +10,7 @@ import torch
 from kvscout.ops.pa_decode.cute_tile import STEP, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import ROWS, VARIANT
 from kvscout.ops.pa_decode.variants.torch_reference import visible
+from kvscout.ops.pa_plan.plan import TILES as PLAN_TILES
 from tests.ops.mqa_logits.lanes import Int32
 from tests.ops.pa_decode.device import code_of
 
@@ -53,13 +54,14 @@ def test_a_query_token_sees_what_the_definition_says(window, causal):
             assert got == expected or (max(got[1], 0) <= got[0] and max(expected[1], 0) <= expected[0])
 
 
+@pytest.mark.parametrize("plan_tile", PLAN_TILES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 1, 130, 4096])
 @pytest.mark.parametrize("rows", sorted({rows for of_dim in ROWS.values() for rows in of_dim}))
-def test_a_block_s_tasks_cover_what_its_rows_see_and_little_else(rows, window, causal):
+def test_a_block_s_tasks_cover_what_its_rows_see_and_little_else(rows, window, causal, plan_tile):
     tile = SimpleNamespace(rows=rows)
     for group, query_length, context in itertools.product((1, 5, 64), (1, 4), (1, 3, 256, 700, 1025)):
-        data = numbers(query_length, group, window, causal)
+        data = numbers(query_length, group, window, causal, plan_tile // STEP)
         low, high = visible(torch.tensor([context]), query_length, window, causal)
         for first_row in range(0, group * query_length, rows):
             positions = sorted({row // group for row in range(first_row, min(first_row + rows, group * query_length))})
@@ -67,7 +69,7 @@ def test_a_block_s_tasks_cover_what_its_rows_see_and_little_else(rows, window, c
             spans = WORK.row_span(data, Int32(context), *WORK.positions_of(tile, data, Int32(first_row)))
             assert spans == (min(lows), max(highs), max(lows), min(highs))
             covered = []
-            tiles = -(-context // 256)
+            tiles = -(-context // plan_tile)
             for begin, end in itertools.pairwise(sorted({0, 1, tiles // 2, tiles})):
                 first, steps = WORK.steps_of(data, Int32(begin), Int32(end), *spans[:2])
                 covered += range(first * STEP, (first + steps) * STEP)
@@ -79,14 +81,15 @@ def test_a_block_s_tasks_cover_what_its_rows_see_and_little_else(rows, window, c
             )
 
 
-def test_the_longest_context_does_not_overflow():
+@pytest.mark.parametrize("plan_tile", PLAN_TILES)
+def test_the_longest_context_does_not_overflow(plan_tile):
     context = Int32(MOST - 1024)
     for window, causal in itertools.product((0, 1, MOST - 1), (True, False)):
-        data = numbers(8, window=window, causal=causal)
+        data = numbers(8, window=window, causal=causal, task_steps=plan_tile // STEP)
         spans = WORK.row_span(data, context, Int32(0), Int32(1))
-        tiles = -(-context // 256)
+        tiles = -(-context // plan_tile)
         first, steps = WORK.steps_of(data, Int32(tiles - 1), Int32(tiles), *spans[:2])
-        assert first >= (tiles - 1) * 2
+        assert first >= (tiles - 1) * plan_tile // STEP
         assert first + steps <= -(-context // STEP)
 
 

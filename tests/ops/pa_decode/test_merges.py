@@ -8,6 +8,7 @@ import torch
 from kvscout import pa_decode, plan_pa_decode
 from kvscout.ops.pa_decode import api
 from kvscout.ops.pa_decode.variants.triton_tile import VARIANT
+from kvscout.ops.pa_plan.plan import TILES
 from kvscout.testing.cases.pa_decode import PaDecodeCase
 
 CPU = torch.device("cpu")
@@ -37,6 +38,7 @@ CASES = {
     "one slot each, two of them free": PaDecodeCase((0, 1100, -3), dim=64, splits=(3, 1), sinks="plain"),
     "more partitions than are read at once": PaDecodeCase((9000,), group=2, kv_heads=1, dim=64, splits=(40, 40)),
     "several queries, dimension 192": PaDecodeCase((600, 300), dim=192, query_length=3, splits=(2, 8), cache="bf16"),
+    "tiles of 128": PaDecodeCase((129, 700, 0), dim=64, splits=(8, 32), cache="bf16", sinks="ends", tile=128),
     "a window": PaDecodeCase((1500, 40), dim=64, window=700, splits=(8, 32), layout="nhd", scales="token"),
 }
 
@@ -49,6 +51,29 @@ def test_both_ways_give_the_same_bits(name, interpreted):
     assert all(comparison.ok for comparison in prepared.check("triton_tile"))
     for output, value in launched(prepared, **BY_LAST).items():
         torch.testing.assert_close(value, expected[output], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize("window", [0, 200])
+def test_steps_of_any_config_divide_the_smallest_tile(block_tokens, window, interpreted):
+    """Else a task's last step would hold tokens of the next one's first tile, and count them twice."""
+    case = PaDecodeCase(
+        (700, 128, 129, 0),
+        group=4,
+        kv_heads=1,
+        dim=64,
+        page=32,
+        query_length=3,
+        window=window,
+        splits=(8, 32),
+        tile=128,
+    )
+    prepared = case.prepare(CPU)
+    assert prepared.args.reduce_info[0, 1] > 1
+    launched(prepared, block_tokens=block_tokens)
+    assert all(comparison.ok for comparison in prepared.check("triton_tile"))
+    problems = [replace(prepared.problem, arch=arch) for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1250")]
+    assert all(min(TILES) % config.block_tokens == 0 for problem in problems for config in VARIANT.configs(problem))
 
 
 def test_a_row_merges_alike_alone_and_among_many(interpreted):
@@ -111,12 +136,19 @@ def call_of(make, **options):
 
 @pytest.mark.parametrize(
     ("bound", "window", "can_split"),
-    [(None, 0, True), (256, 0, False), (257, 0, True), (None, 1, False), (None, 2, True), (256, 300, False)],
+    [(None, 0, True), (1, 0, False), (0, 0, False), (None, 1, False), (None, 2, True), (1, 300, False)],
 )
-def test_what_cannot_be_split_is_planned_without_a_merge(make, bound, window, can_split):
-    call = call_of(make, lengths=(100, 3), sliding_window=window) | {"max_context_length": bound}
-    problem, _ = api.check(api.Call(**call))
+@pytest.mark.parametrize("tile", [128, 256])
+def test_what_cannot_be_split_is_planned_without_a_merge(make, tile, bound, window, can_split):
+    """``bound`` is the longest context, in tiles; one token more is another tile."""
+    call = call_of(make, lengths=(100, 3), sliding_window=window, tile=tile)
+    most = None if bound is None else bound * tile
+    problem, _ = api.check(api.Call(**call, max_context_length=most))
+    assert problem.tile == tile
     assert (problem.max_partitions > 1) is can_split
+    if most:
+        problem, _ = api.check(api.Call(**call, max_context_length=most + 1))
+        assert problem.max_partitions > 1
 
 
 def test_the_switch_keeps_tile_kernels_from_merging(make, monkeypatch):
@@ -160,7 +192,7 @@ def test_a_broken_promise_about_lengths_is_seen(make, interpreted):
 def test_so_it_is_on_a_gpu(make, name):
     call = make(lengths=(600, 40), layout="chunked", dim=128)
     call = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in call.items()}
-    call["work_plan"] = plan_pa_decode(call["context_lengths"], 2, max_partitions=4, workgroup_budget=8)
+    call["work_plan"] = plan_pa_decode(call["context_lengths"], 2, max_partitions=4, workgroup_budget=8, tile=256)
     _broken_promise(call | {"variant": name})
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvscout import PADecodePlan, UnsupportedProblem, get_recommended_splits, plan_pa_decode
+from kvscout.ops.pa_plan import api
 from kvscout.ops.pa_plan.api import Args, check
 from kvscout.testing import oracles
 
@@ -32,6 +33,44 @@ def test_defaults_fill_the_gpu_twice():
     assert (plan.max_partitions, plan.capacity) == (132, 2 * 132 // 3)
 
 
+@pytest.mark.parametrize(
+    ("arch", "tile"), [("sm_80", 256), ("sm_90", 128), ("sm_100", 256), ("gfx942", 256), ("cpu", 256)]
+)
+def test_tiles_are_small_on_hopper_unless_told_otherwise(monkeypatch, arch, tile):
+    monkeypatch.setattr(api, "arch_of", lambda device: arch)
+    plan = plan_pa_decode(LENGTHS, 1, variant="torch_vectorised")
+    assert plan.tile == tile
+    assert plan.reduce_info[:, 1].tolist() == [-(-length // tile) for length in LENGTHS.tolist()]
+    for other in (128, 256):
+        assert plan_pa_decode(LENGTHS, 1, tile=other, variant="torch_vectorised").tile == other
+
+
+@pytest.mark.parametrize("tile", [128, 256])
+def test_a_refresh_keeps_the_tile(monkeypatch, tile):
+    plan = plan_pa_decode(LENGTHS, 1, tile=tile)
+    for arch in ("cpu", "sm_90"):
+        monkeypatch.setattr(api, "arch_of", lambda device, arch=arch: arch)
+        for same in ({}, {"tile": tile}):
+            plan.work_info.fill_(-1)
+            assert plan_pa_decode(OTHERS, 1, plan=plan, variant="torch_vectorised", **same).tile == tile
+            assert plan.reduce_info[:, 1].tolist() == [-(-length // tile) for length in OTHERS.tolist()]
+        with pytest.raises(ValueError, match=f"^tile: expected {tile}, .* got {384 - tile}"):
+            plan_pa_decode(OTHERS, 1, plan=plan, tile=384 - tile)
+
+
+def test_tuned_tables_tell_tiles_apart():
+    plan = plan_pa_decode(LENGTHS, 1)
+    args = Args(LENGTHS, plan.work_info, plan.reduce_info)
+    buckets = {check(args, plan.max_partitions, 0, 1, tile, 0).bucket() for tile in (128, 256)}
+    assert {dict(bucket)["tile"] for bucket in buckets} == {128, 256}
+
+
+def test_small_tiles_give_a_sequence_more_tasks():
+    lengths = torch.tensor([8192], dtype=torch.int32)
+    plans = [plan_pa_decode(lengths, 1, tile=tile) for tile in (128, 256)]
+    assert [plan.reduce_info[0, 1] for plan in plans] == [64, 32]
+
+
 def test_refresh_in_place(variant, device):
     plan = plan_pa_decode(LENGTHS.to(device), 2, max_partitions=7, workgroup_budget=40, variant=variant)
     addresses = [t.data_ptr() for t in tensors(plan)]
@@ -42,7 +81,7 @@ def test_refresh_in_place(variant, device):
     assert [t.data_ptr() for t in tensors(plan)] == addresses
     assert plan.scratch(4, 64) is scratch
     assert bool((plan.arrival_counters == 3).all()), "counters are the decode's to reset"
-    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1)
+    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1, plan.tile)
     assert [tuple(row) for row in plan.work_info.tolist()] == expected.work
     assert [tuple(row) for row in plan.reduce_info.tolist()] == expected.reduce
 
@@ -62,6 +101,7 @@ def test_refresh_with_the_arguments_of_the_plan():
         ({"workgroup_budget": 30}, "workgroup_budget: expected .* the plan's 20 slots, got 30, which gives 15"),
         ({"sliding_window": 0}, "sliding_window: expected 300, .* got 0"),
         ({"query_length": 1}, "query_length: expected 3, .* got 1"),
+        ({"tile": 128}, "tile: expected 256, .* got 128"),
         ({"batch_invariant": True}, "batch_invariant: expected False, .* got True"),
         ({"context_lengths": LENGTHS.to("meta")}, "plan: expected on meta, like context_lengths, got cpu"),
     ],
@@ -80,16 +120,17 @@ def test_a_plan_is_not_used_with_other_arguments(change, message):
     [
         ({"batch_invariant": False}, "batch_invariant: expected True, .* got False"),
         ({"tiles_per_partition": 2}, "tiles_per_partition: expected 3, .* got 2"),
+        ({"tile": 256}, "tile: expected 128, .* got 256"),
         ({"workgroup_budget": 12}, "workgroup_budget: expected .* the plan's 21 slots, got 12, which gives 18"),
     ],
 )
 def test_a_batch_invariant_plan_is_not_used_with_other_arguments(change, message):
-    made = {"max_partitions": 7, "workgroup_budget": 40, "batch_invariant": True, "tiles_per_partition": 3}
+    made = {"max_partitions": 7, "workgroup_budget": 40, "tile": 128, "batch_invariant": True, "tiles_per_partition": 3}
     plan = plan_pa_decode(LENGTHS, 2, **made)
     assert (plan.batch_invariant, plan.tiles_per_partition) == (True, 3)
     for arguments in (made, {"batch_invariant": True}):
         assert plan_pa_decode(OTHERS, 2, **arguments, plan=plan) is plan
-    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1, 3)
+    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1, 128, 3)
     assert [tuple(row) for row in plan.work_info.tolist()] == expected.work
     with pytest.raises(ValueError, match=message):
         plan_pa_decode(LENGTHS, 2, **({"batch_invariant": True} | change), plan=plan)
@@ -110,6 +151,10 @@ def test_a_batch_invariant_plan_is_not_used_with_other_arguments(change, message
         ({"sliding_window": -2}, ValueError, "sliding_window: expected from -1 to 9223372036854775807, got -2"),
         ({"sliding_window": None}, TypeError, "sliding_window: expected an int, got NoneType"),
         ({"query_length": 0}, ValueError, "query_length: expected from 1 to 2147483647, got 0"),
+        ({"tile": 64}, ValueError, "^tile: expected one of 128, 256, got 64"),
+        ({"tile": 0}, ValueError, "^tile: expected at least 1, got 0"),
+        ({"tile": 128.0}, TypeError, "^tile: expected an int, got float"),
+        ({"tile": True}, TypeError, "^tile: expected an int, got bool"),
         ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got int"),
         ({"tiles_per_partition": 2}, ValueError, "tiles_per_partition: expected None without batch_invariant, got 2"),
         ({"batch_invariant": True, "tiles_per_partition": 0}, ValueError, "tiles_per_partition: expected from 1 to .*"),
@@ -136,15 +181,23 @@ def test_bad_tensors_of_a_plan(change, error, message):
     plan = plan_pa_decode(LENGTHS, 2)
     args = Args(LENGTHS, plan.work_info, plan.reduce_info)._replace(**change)
     with pytest.raises(error, match=message):
-        check(args, plan.max_partitions, 0, 1, 0)
+        check(args, plan.max_partitions, 0, 1, 256, 0)
 
 
-def test_products_past_64_bits_are_refused():
-    sequences, slots = 2**21, 2**20
-    shapes = ((sequences,), (slots, 4), (sequences, 2))
-    args = Args(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
-    with pytest.raises(ValueError, match=r"context_lengths: .* 2\*\*40 .* got 2097152 sequences x 1048576 slots"):
-        check(args, 1, 0, 1, 0)
+@pytest.mark.parametrize(("tile", "most"), [(128, 39), (256, 40)])
+def test_products_past_64_bits_are_refused(tile, most):
+    def checked(slots, sequences):
+        shapes = ((sequences,), (slots, 4), (sequences, 2))
+        args = Args(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
+        return check(args, 1, 0, 1, tile, 0)
+
+    sequences, slots = 2**20, 2 ** (most - 20)
+    checked(slots, sequences)
+    # All sequences' tiles, were each as long as can be, times the slots that are not each one's first.
+    assert sequences * -(-(2**31 - 1) // tile) * (slots - sequences) < 2**63
+    message = rf"context_lengths: .* 2\*\*{most} .* tiles of {tile} tokens, got 1048577 sequences x {slots} slots"
+    with pytest.raises(ValueError, match=message):
+        checked(slots, sequences + 1)
 
 
 def test_a_named_variant_never_falls_back(monkeypatch):
@@ -188,7 +241,7 @@ def test_a_refresh_is_one_of_the_plan_and_its_forks(variant, device, refreshed):
     target = plan if refreshed == "plan" else fork
     counters = [p.arrival_counters.fill_(5) for p in (plan, fork)]
     assert plan_pa_decode(OTHERS.to(device), 2, plan=target, variant=variant) is target
-    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1)
+    expected = oracles.pa_plan(OTHERS.tolist(), plan.capacity, 7, 0, 1, plan.tile)
     for p in (plan, fork):
         assert [tuple(row) for row in p.work_info.tolist()] == expected.work
         assert [tuple(row) for row in p.reduce_info.tolist()] == expected.reduce

@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvscout import plan_pa_decode
+from kvscout.ops.pa_plan.plan import TILES
 from kvscout.testing import oracles
-from kvscout.testing.cases.pa_plan import EDGES, INT32_MAX, INT32_MIN, SPLITS, WINDOWS
+from kvscout.testing.cases.pa_plan import INT32_MAX, INT32_MIN, SMALL_EDGES, SPLITS, WINDOWS
 
-EXTREMES = (*EDGES, INT32_MAX, INT32_MAX - 255, INT32_MAX - 256)
+EXTREMES = (*SMALL_EDGES, *(INT32_MAX - less for less in (0, 127, 128, 255, 256)))
 
 lengths_of = st.lists(st.one_of(st.sampled_from(EXTREMES), st.integers(-5, 5000)), max_size=40)
 windows = st.one_of(st.sampled_from(WINDOWS), st.integers(-1, 9000))
+tiles_of = st.sampled_from(TILES)
 
 
 def int32(values):
@@ -23,18 +25,19 @@ def rows(tensor):
     return [tuple(row) for row in tensor.tolist()]
 
 
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_every_split_and_query_length_as_the_oracle(variant, window, device):
+def test_every_split_and_query_length_as_the_oracle(variant, window, tile, device):
     lengths = int32(EXTREMES).to(device)
     for query_length in range(1, 9):
         for max_partitions, budget in SPLITS:
             kv_heads = (1, 2, 8)[query_length % 3]
             split = {"max_partitions": max_partitions, "workgroup_budget": budget}
             plan = plan_pa_decode(
-                lengths, kv_heads, **split, sliding_window=window, query_length=query_length, variant=variant
+                lengths, kv_heads, **split, sliding_window=window, query_length=query_length, tile=tile, variant=variant
             )
             capacity = oracles.pa_capacity(len(EXTREMES), kv_heads, max_partitions, budget)
-            expected = oracles.pa_plan(EXTREMES, capacity, max_partitions, window, query_length)
+            expected = oracles.pa_plan(EXTREMES, capacity, max_partitions, window, query_length, tile)
             assert rows(plan.reduce_info) == expected.reduce, (query_length, split)
             assert rows(plan.work_info) == expected.work, (query_length, split)
 
@@ -45,19 +48,20 @@ def tasks_of(plan):
     return [[task[1:] for task in work[start : start + count]] for start, count in rows(plan.reduce_info)]
 
 
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("tiles_per_partition", [1, 3, 2**31 - 1])
 @pytest.mark.parametrize("window", [0, 300])
-def test_batch_invariant_plans_as_the_oracle(variant, window, tiles_per_partition, device):
+def test_batch_invariant_plans_as_the_oracle(variant, window, tiles_per_partition, tile, device):
     lengths = int32(EXTREMES).to(device)
     for query_length, (max_partitions, budget) in enumerate(SPLITS, start=1):
         kv_heads = (1, 2, 8)[query_length % 3]
         split = {"max_partitions": max_partitions, "workgroup_budget": budget}
         plan = plan_pa_decode(
-            lengths, kv_heads, **split, sliding_window=window, query_length=query_length, variant=variant,
+            lengths, kv_heads, **split, sliding_window=window, query_length=query_length, tile=tile, variant=variant,
             batch_invariant=True, tiles_per_partition=tiles_per_partition,
         )  # fmt: skip
         capacity = oracles.pa_capacity(len(EXTREMES), kv_heads, max_partitions, budget, True)
-        expected = oracles.pa_plan(EXTREMES, capacity, max_partitions, window, query_length, tiles_per_partition)
+        expected = oracles.pa_plan(EXTREMES, capacity, max_partitions, window, query_length, tile, tiles_per_partition)
         assert rows(plan.reduce_info) == expected.reduce, split
         assert rows(plan.work_info) == expected.work, split
 
@@ -65,9 +69,20 @@ def test_batch_invariant_plans_as_the_oracle(variant, window, tiles_per_partitio
 split_of = st.fixed_dictionaries({"max_partitions": st.integers(1, 256), "workgroup_budget": st.integers(1, 512)})
 
 
-@given(lengths_of, lengths_of, st.sampled_from((1, 2, 8)), split_of, st.integers(1, 9), windows, st.integers(1, 8))
-def test_the_rest_of_the_batch_does_not_split_a_sequence(left, right, kv_heads, split, tiles, window, query_length):
-    options = {"sliding_window": window, "query_length": query_length} | split
+@given(
+    lengths_of,
+    lengths_of,
+    st.sampled_from((1, 2, 8)),
+    split_of,
+    st.integers(1, 9),
+    windows,
+    st.integers(1, 8),
+    tiles_of,
+)
+def test_the_rest_of_the_batch_does_not_split_a_sequence(
+    left, right, kv_heads, split, tiles, window, query_length, tile
+):
+    options = {"sliding_window": window, "query_length": query_length, "tile": tile} | split
     invariant = {"batch_invariant": True, "tiles_per_partition": tiles} | options
     for length in (300, 5000, INT32_MAX):
         alone = plan_pa_decode(int32([length]), kv_heads, **invariant)
@@ -77,19 +92,19 @@ def test_the_rest_of_the_batch_does_not_split_a_sequence(left, right, kv_heads, 
             assert tasks_of(plan_pa_decode(int32([length]), kv_heads, **options)) == tasks_of(alone)
 
 
-@given(lengths_of, st.sampled_from((1, 2, 8)), split_of, st.integers(1, 9), windows, st.integers(1, 8))
+@given(lengths_of, st.sampled_from((1, 2, 8)), split_of, st.integers(1, 9), windows, st.integers(1, 8), tiles_of)
 def test_only_a_sequence_that_fills_its_slots_has_longer_tasks(
-    lengths, kv_heads, split, tiles_per_partition, window, query_length
+    lengths, kv_heads, split, tiles_per_partition, window, query_length, tile
 ):
     plan = plan_pa_decode(
-        int32(lengths), kv_heads, **split, sliding_window=window, query_length=query_length, batch_invariant=True,
-        tiles_per_partition=tiles_per_partition,
+        int32(lengths), kv_heads, **split, sliding_window=window, query_length=query_length, tile=tile,
+        batch_invariant=True, tiles_per_partition=tiles_per_partition,
     )  # fmt: skip
     slots = min(split["max_partitions"], -(-split["workgroup_budget"] // kv_heads))
     assert plan.capacity == len(lengths) * slots
     for length, tasks in zip(lengths, tasks_of(plan), strict=True):
         bounds = [tasks[0][0], *(end for _, end, _ in tasks)] if tasks else []
-        tiles = oracles.pa_tiles(length, window, query_length)
+        tiles = oracles.pa_tiles(length, window, query_length, tile)
         assert ([*bounds[:1], *bounds[-1:]]) == ([tiles.start, tiles.stop] if tiles else [])
         assert [begin for begin, _, _ in tasks] == bounds[:-1]
         sizes = [end - begin for begin, end, _ in tasks]
@@ -99,15 +114,23 @@ def test_only_a_sequence_that_fills_its_slots_has_longer_tasks(
     assert set(rows(plan.work_info)[used:]) <= {(0, 0, 0, 0)}
 
 
-@given(lengths_of, st.sampled_from((1, 2, 8)), st.integers(1, 256), st.integers(5, 512), windows, st.integers(1, 8))
-def test_partitions_cover_each_sequence_once(lengths, kv_heads, max_partitions, budget, window, query_length):
-    split = {"max_partitions": max_partitions, "workgroup_budget": budget}
+@given(
+    lengths_of,
+    st.sampled_from((1, 2, 8)),
+    st.integers(1, 256),
+    st.integers(5, 512),
+    windows,
+    st.integers(1, 8),
+    tiles_of,
+)
+def test_partitions_cover_each_sequence_once(lengths, kv_heads, max_partitions, budget, window, query_length, tile):
+    split = {"max_partitions": max_partitions, "workgroup_budget": budget, "tile": tile}
     plan = plan_pa_decode(int32(lengths), kv_heads, **split, sliding_window=window, query_length=query_length)
     work = rows(plan.work_info)
     assert plan.capacity == len(work) == oracles.pa_capacity(len(lengths), kv_heads, max_partitions, budget)
     used = 0
     for sequence, (length, (start, count)) in enumerate(zip(lengths, rows(plan.reduce_info), strict=True)):
-        tiles = oracles.pa_tiles(length, window, query_length)
+        tiles = oracles.pa_tiles(length, window, query_length, tile)
         assert start == used
         assert min(len(tiles), 1) <= count <= min(len(tiles), max_partitions)
         tasks = work[start : start + count]
@@ -123,9 +146,9 @@ def test_partitions_cover_each_sequence_once(lengths, kv_heads, max_partitions, 
     assert set(work[used:]) <= {(0, 0, 0, 0)}
 
 
-@given(st.integers(1, 3000), st.integers(0, 1500), st.integers(1, 8))
-def test_tiles_hold_every_token_that_a_query_sees(length, window, query_length):
-    plan = plan_pa_decode(int32([length]), 1, sliding_window=window, query_length=query_length)
+@given(st.integers(1, 3000), st.integers(0, 1500), st.integers(1, 8), tiles_of)
+def test_tiles_hold_every_token_that_a_query_sees(length, window, query_length, tile):
+    plan = plan_pa_decode(int32([length]), 1, sliding_window=window, query_length=query_length, tile=tile)
     begin, end = int(plan.work_info[0, 1]), max(row[2] for row in rows(plan.work_info))
     token = torch.arange(length)
     for query in range(query_length):
@@ -136,10 +159,10 @@ def test_tiles_hold_every_token_that_a_query_sees(length, window, query_length):
             causal &= token >= position + 1 - window
             both_sides = (token - position).abs() < window
         for seen in (token[causal], token[both_sides]):
-            assert not len(seen) or (begin * 256 <= seen[0] and seen[-1] < end * 256)
+            assert not len(seen) or (begin * tile <= seen[0] and seen[-1] < end * tile)
         if query == 0 and causal.any():
             # No tile in front of the first token that anyone sees.
-            assert token[causal][0] < (begin + 1) * 256
+            assert token[causal][0] < (begin + 1) * tile
 
 
 def test_no_sequences(variant, device):

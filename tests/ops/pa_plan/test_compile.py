@@ -35,7 +35,9 @@ def test_compiled_plan_is_the_eager_one(compiled):
         for num_kv_heads in (1, 2, 4):
             assert_same(compiled(lengths, num_kv_heads), plan_pa_decode(lengths, num_kv_heads))
         options = {"max_partitions": 9, "workgroup_budget": 33, "sliding_window": 2**40, "query_length": 3}
-        assert_same(compiled(lengths, 2, **options), plan_pa_decode(lengths, 2, **options))
+        for tile in (128, 256):
+            options["tile"] = tile
+            assert_same(compiled(lengths, 2, **options), plan_pa_decode(lengths, 2, **options))
 
 
 def test_compiled_batch_invariant_plan_is_the_eager_one(compiled):
@@ -54,11 +56,11 @@ def test_compiled_plans_do_not_share_scratch(compiled):
 
 
 def test_compiled_refresh_in_place(compiled):
-    plan = plan_pa_decode(BATCHES[0], 2, sliding_window=300)
+    plan = plan_pa_decode(BATCHES[0], 2, sliding_window=300, tile=128)
     addresses = [plan.work_info.data_ptr(), plan.reduce_info.data_ptr(), plan.arrival_counters.data_ptr()]
     assert compiled(BATCHES[3], 2, sliding_window=300, plan=plan) is plan
     assert [plan.work_info.data_ptr(), plan.reduce_info.data_ptr(), plan.arrival_counters.data_ptr()] == addresses
-    assert_same(plan, plan_pa_decode(BATCHES[3], 2, sliding_window=300))
+    assert_same(plan, plan_pa_decode(BATCHES[3], 2, sliding_window=300, tile=128))
 
 
 def test_a_plan_within_a_compiled_function(compiled):
@@ -77,8 +79,8 @@ def test_a_plan_within_a_compiled_function(compiled):
 
 def test_the_op_is_what_its_schema_says():
     plan = plan_pa_decode(BATCHES[0], 2)
-    for tiles in (0, 2):
-        numbers = (plan.max_partitions, 2**40, 3, tiles)
+    for tile, tiles in ((256, 0), (256, 2), (128, 0)):
+        numbers = (plan.max_partitions, 2**40, 3, tile, tiles)
         arguments = (BATCHES[1][:3].clone(), plan.work_info, plan.reduce_info, *numbers, "auto")
         torch.library.opcheck(torch.ops.kvscout.pa_plan.default, arguments)
 
@@ -97,6 +99,6 @@ def test_replays_follow_lengths_without_a_sync():
     for values in ((1, 2, 3, 4), (0, 0, 0, 0), (200_000, -1, 5001, 256), (8192, 0, 300, 70_000)):
         lengths.copy_(int32(*values))
         graph.replay()
-        expected = oracles.pa_plan(values, plan.capacity, plan.max_partitions, 5000, 1)
+        expected = oracles.pa_plan(values, plan.capacity, plan.max_partitions, 5000, 1, plan.tile)
         assert [tuple(row) for row in plan.work_info.tolist()] == expected.work
         assert [tuple(row) for row in plan.reduce_info.tolist()] == expected.reduce

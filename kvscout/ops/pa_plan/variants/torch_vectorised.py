@@ -12,7 +12,6 @@ import torch
 
 from ....variants import Variant
 from ..api import Args, Problem
-from ..plan import TILE
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Config:
 
 def _launch(problem: Problem, config: Config, args: Args) -> None:
     lengths = args.context_lengths.long().clamp(min=0)
-    first = (lengths - problem.reach).clamp(min=0) // TILE
-    tiles = (lengths + TILE - 1) // TILE - first
+    first = (lengths - problem.reach).clamp(min=0) // problem.tile
+    tiles = (lengths + problem.tile - 1) // problem.tile - first
 
     if problem.tiles_per_partition:
         share = (tiles + problem.tiles_per_partition - 1) // problem.tiles_per_partition

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from ....variants import Variant
 from ..api import Args, Problem
-from ..plan import TILE
 
 BLOCKS = (16, 64, 256, 1024)
 """Sequences per block that "auto" uses: few sizes, so that a growing batch seldom compiles anew."""
@@ -130,7 +129,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         problem.reach,
         problem.tiles_per_partition,
         BATCH_INVARIANT=problem.tiles_per_partition > 0,
-        TILE=TILE,
+        TILE=problem.tile,
         BLOCK=config.block_sequences,
         TASKS=config.block_tasks,
         num_warps=config.num_warps,
