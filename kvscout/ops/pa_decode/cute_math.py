@@ -63,6 +63,10 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     value_stage, value_phase = stage, phase
     while i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
+        if cutlass.const_expr(tile.blocks == 1):
+            # The merge's blocks are on their way while the last step is multiplied; they load nothing before its end.
+            if i + step >= work.steps:
+                cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(not tile.in_bulk):
             ptx.fence_async_shared()
         key_scales, value_logs, value_signs, per_value_scale = _token_scales(tile, stage, group, warp, lane, shared)
@@ -115,8 +119,9 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             if value_stage >= tile.value_stages:
                 value_stage = value_stage - tile.value_stages
                 value_phase = value_phase ^ 1
-    # Not before the last tile has been read: blocks of the next kernel would take its bandwidth.
-    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(tile.blocks > 1):
+        # Not earlier: blocks of the next kernel would find room here, and take bandwidth.
+        cute.arch.griddepcontrol_launch_dependents()
     if cutlass.const_expr(tile.token_scales):
         _, partitions = partitions_of(data, work.sequence)
         factor = value_factor(data, work)

@@ -39,11 +39,12 @@ def reduce_sequences(
 
     Each of them stands for ``data.rows_of_merge`` rows. The next kernel may begin before, or if ``is_late`` after.
     """
+    # Launching takes longer than merging: the next kernel's blocks, which wait for this one's end, are on their way.
+    if cutlass.const_expr(not is_late):
+        cute.arch.griddepcontrol_launch_dependents()
     # The plan is older than the partial results: what they waited for has ended.
     first_slot, count = partitions_of(data, sequence)
     cute.arch.griddepcontrol_wait()
-    if cutlass.const_expr(not is_late):
-        cute.arch.griddepcontrol_launch_dependents()
     rows = data.query_length * data.group
     warp, lane = thread >> 5, thread & 31
     while sequence < data.num_sequences:
