@@ -117,8 +117,8 @@ def plan_pa_decode(
             negative lengths are empty sequences. B may be 0.
         num_kv_heads: heads in the KV cache; every head runs all tasks.
         max_partitions: most tasks of one sequence; None takes the number of SMs (or the plan's).
-        workgroup_budget: workgroups to fill, over all KV heads; None takes the number of SMs on sm_90, twice that
-            elsewhere (or the plan's).
+        workgroup_budget: workgroups to fill, over all KV heads; None takes the number of SMs on sm_90, less what KV
+            heads cannot share equally, twice that number elsewhere (or the plan's).
         sliding_window: W, the tokens that a query sees, its own position included; 0 and -1 are no window.
         query_length: QL, query tokens per sequence.
         tile: tokens per tile, 128 or 256; None takes 128 on sm_90, 256 elsewhere (or the plan's). A sequence has no
@@ -217,7 +217,7 @@ def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePla
     if max_partitions is None:
         max_partitions = sms_of(device)
     if workgroup_budget is None:
-        workgroup_budget = sms_of(device) * (1 if arch_of(device) in LARGE_WORKGROUPS else 2)
+        workgroup_budget = _default_budget(arch_of(device), sms_of(device), num_kv_heads)
     if tile is None:
         tile = 128 if arch_of(device) in SMALL_TILES else 256
     capacity = settings.capacity(num_sequences, max_partitions, workgroup_budget)
@@ -233,6 +233,13 @@ def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePla
         batch_invariant=settings.batch_invariant,
         tiles_per_partition=(settings.tiles_per_partition or 1) if settings.batch_invariant else 0,
     )
+
+
+def _default_budget(arch: str, num_sms: int, num_kv_heads: int) -> int:
+    if arch not in LARGE_WORKGROUPS:
+        return 2 * num_sms
+    # All heads have as many slots, and what is one too many for the SMs would run when all others have ended.
+    return num_sms // num_kv_heads * num_kv_heads or num_sms
 
 
 def _check_refresh(plan: PADecodePlan, context_lengths: torch.Tensor, settings: _Settings) -> None:

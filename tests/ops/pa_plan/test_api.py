@@ -33,6 +33,15 @@ def test_defaults_fill_the_gpu_twice():
     assert (plan.max_partitions, plan.capacity) == (132, 2 * 132 // 3)
 
 
+@pytest.mark.parametrize(("kv_heads", "slots"), [(1, 132), (4, 33), (8, 16), (5, 26), (132, 3), (200, 3)])
+def test_defaults_fill_hopper_once_and_no_more(monkeypatch, kv_heads, slots):
+    monkeypatch.setattr(api, "arch_of", lambda device: "sm_90")
+    plan = plan_pa_decode(LENGTHS, kv_heads, variant="torch_vectorised")
+    # No less than a slot for each of the three sequences.
+    assert plan.capacity == slots
+    assert slots * kv_heads <= 132 or slots == 3
+
+
 @pytest.mark.parametrize(
     ("arch", "tile"), [("sm_80", 256), ("sm_90", 128), ("sm_100", 256), ("gfx942", 256), ("cpu", 256)]
 )
