@@ -390,7 +390,7 @@ def _check_plan(plan: PlanNumbers, call: Call, window: int) -> None:
     if call.work_info.device != call.query.device:
         raise ValueError(f"work_plan: expected on {call.query.device}, like query, got {call.work_info.device}")
     made_for = {
-        "sequences": (call.reduce_info.shape[0], call.context_lengths.shape[0]),
+        "a batch": (call.reduce_info.shape[0], call.context_lengths.shape[0]),
         "a query_length": (plan.query_length, call.query_length),
         "a sliding_window": (_effective(plan.sliding_window), window),
     }
