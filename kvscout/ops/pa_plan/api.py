@@ -18,6 +18,9 @@ FAMILY = Family("pa_plan", __package__)
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
+MAX_SLOTS = 2**24
+"""A plan uses no more slots than there are tiles of 256 tokens, and so many tiles hold more than a GPU's memory."""
+
 MAX_SLOTS_TIMES_SEQUENCES = 2**40
 """Sequences have at most 2^23 tiles, so that up to here the products of the plan's arithmetic fit 64 bits."""
 
@@ -127,7 +130,7 @@ def plan_pa_decode(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, stride or device, or is not what ``plan``
-            was made with; the message names it.
+            was made with, or ``capacity`` would be more than 2^24 slots; the message names it.
         UnsupportedProblem: no variant, or not the one asked for, serves this call.
 
     One kernel; never synchronises with the host; capturable in a CUDA graph, whose replays follow lengths that change
@@ -202,6 +205,11 @@ def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePla
     if workgroup_budget is None:
         workgroup_budget = sms_of(device) * (1 if arch_of(device) in LARGE_WORKGROUPS else 2)
     capacity = settings.capacity(num_sequences, max_partitions, workgroup_budget)
+    if capacity > MAX_SLOTS:
+        raise ValueError(
+            f"max_partitions, workgroup_budget: expected at most 2**24 slots in all, but {max_partitions} and "
+            f"{workgroup_budget} give {capacity} for {num_sequences} sequences"
+        )
     return PADecodePlan(
         work_info=torch.empty(capacity, 4, dtype=torch.int32, device=device),
         reduce_info=torch.empty(num_sequences, 2, dtype=torch.int32, device=device),
