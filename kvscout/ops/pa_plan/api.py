@@ -107,7 +107,8 @@ def plan_pa_decode(
 
     Args:
         context_lengths: int32 ``[B]``, contiguous: tokens of each sequence, its query tokens included. Zero and
-            negative lengths are empty sequences. B may be 0.
+            negative lengths are empty sequences. B may be 0. A plan takes any length; ``pa_decode`` takes none within
+            1024 tokens of 2^31.
         num_kv_heads: heads in the KV cache; every head runs all tasks.
         max_partitions: most tasks of one sequence; None takes the number of SMs (or the plan's).
         workgroup_budget: workgroups to fill, over all KV heads; None takes the number of SMs on sm_90, twice that
