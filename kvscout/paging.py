@@ -173,9 +173,20 @@ def new_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A zeroed key cache and value cache of a layout."""
+    """A zeroed key cache and value cache of a layout.
+
+    Raises:
+        ValueError: there is no such layout, or it cuts the head dimension or the page into runs of 16 bytes, and they
+            are no whole number of those.
+    """
     checks.one_of("layout", layout, LAYOUTS)
     x = 16 // dtype.itemsize
+    # A page's tokens are cut in chunked caches, whose pages are multiples of 16 tokens in any call.
+    for name, size in (("head_dim", head_dim), ("page", page)) if layout in (CHUNKED, PLAIN_V) else ():
+        if size % x:
+            raise ValueError(
+                f"{name}: expected a multiple of {x}, which are 16 bytes, in {layout} caches of {dtype}, got {size}"
+            )
     chunked_keys = (num_blocks, num_kv_heads, head_dim // x, page, x)
     key_shape, value_shape = {
         CHUNKED: (chunked_keys, (num_blocks, num_kv_heads, page // x, head_dim, x)),

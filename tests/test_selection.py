@@ -1,6 +1,7 @@
 """Selected blocks and tokens, attended to through ``pa_decode``: against float64 attention over sets of tokens."""
 
 import functools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -357,6 +358,15 @@ BAD_TOKENS = [
     ({"key_scale": torch.ones(9, HEADS, 16)}, ValueError, r"key_scale: expected shape \[10, 2, 16\]"),
     ({"value_scale": torch.ones(10, HEADS, 16, 2)}, ValueError, r"value_scale: expected shape \[10, 2, 16, 1\]"),
     ({"key_scale": torch.ones(10, HEADS, 16).half()}, TypeError, "key_scale: expected dtype torch.float32"),
+    ({"key_scale": "1"}, TypeError, "key_scale: expected a number, got str"),
+    ({"value_scale": math.nan}, ValueError, "value_scale: expected a finite number within float32's range, got nan"),
+    (
+        {"key_scale": torch.ones(3)},
+        *(ValueError, r"key_scale: expected 1 element, shape \[2\] or shape \[blocks, 2, page\], got \[3\]"),
+    ),
+    ({"out": OUT, "value_scale": torch.ones(10, HEADS)}, ValueError, r"value_scale: expected 1 element, .* \[10, 2\]"),
+    ({"value_scale": torch.ones(HEADS).double()}, TypeError, "value_scale: expected dtype torch.float32"),
+    ({"key_scale": torch.ones(1, device="meta")}, ValueError, "key_scale: expected on cpu"),
     ({"out": OUT._replace(key_cache=CACHE)}, ValueError, r"out.key_cache: expected shape \[4, 16, 2, 64\]"),
     ({"out": OUT._replace(value_cache=CACHE[:4].half())}, TypeError, "out.value_cache: expected dtype"),
     (

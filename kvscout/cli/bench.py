@@ -269,7 +269,8 @@ def _content(
     """Everything measured, with the rates, speed-ups and means made of it, and where it comes from."""
     every = [peer for of_op in opponents.values() for peer in of_op.values() if peer is not None]
     libraries = {peer.name: peer.distributions for peer in every}
-    return provenance.record(where, args.command_line, libraries) | {
+    modules = {peer.name: peer.module for peer in every}
+    return provenance.record(where, args.command_line, libraries, modules) | {
         "seed": args.seed,
         "peers_missing": missing,
         "measurements": [

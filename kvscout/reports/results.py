@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -80,7 +81,8 @@ def read(file: Path) -> Run:
         ResultsError: the message begins with the file's name.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text, parse_float=_float, parse_int=_int, parse_constant=_float)
     except json.JSONDecodeError as error:
         raise ResultsError(f"{file}: expected JSON: {error}") from error
     # A name with a null byte, and text that is not UTF-8, are ValueErrors; nesting without end is a RecursionError.
@@ -104,6 +106,19 @@ def read(file: Path) -> Run:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise ResultsError(f"{file}: expected what 'kvscout bench --json' writes, but {reason}") from error
+
+
+def _float(text: str) -> float:
+    """A number of a file: bench writes none that is infinite or NaN, and none of them can be drawn."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"expected finite numbers, got {text:.24}")
+    return value
+
+
+def _int(text: str) -> int:
+    _float(text)
+    return int(text)
 
 
 def _measurement(record: Mapping[str, Any]) -> Measurement:

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,21 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 NVIDIA_SMI = {"driver": "driver_version", "sm_clock_mhz": "clocks.sm", "max_sm_clock_mhz": "clocks.max.sm"}
 
 
-def record(device: torch.device, command: str, packages: Mapping[str, Sequence[str]] | None = None) -> dict[str, Any]:
-    """Everything that a stored figure must be read with; ``packages`` adds to :data:`DISTRIBUTIONS`."""
+def record(
+    device: torch.device,
+    command: str,
+    packages: Mapping[str, Sequence[str]] | None = None,
+    modules: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Everything that a stored figure must be read with; ``packages`` adds to :data:`DISTRIBUTIONS`.
+
+    ``modules`` are those of packages that may lie on the path as plain folders (:func:`versions`).
+    """
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "commit": commit(),
-        "versions": versions(DISTRIBUTIONS | dict(packages or {})),
+        "versions": versions(DISTRIBUTIONS | dict(packages or {}), modules),
         "machine": machine(device),
     }
 
@@ -72,11 +81,28 @@ def nvidia_smi(device: torch.device, fields: Mapping[str, str]) -> dict[str, str
     return {name: value and value.strip() for name, value in zip(fields, values, strict=True)}
 
 
-def versions(packages: Mapping[str, Sequence[str]] = DISTRIBUTIONS) -> dict[str, str | None]:
-    """Versions of Python, kvscout and other packages; None for one that is not installed."""
-    return {"python": platform.python_version(), "kvscout": __version__} | {
-        package: next(filter(None, map(_version, names)), None) for package, names in packages.items()
-    }
+def versions(
+    packages: Mapping[str, Sequence[str]] = DISTRIBUTIONS, modules: Mapping[str, str] | None = None
+) -> dict[str, str | None]:
+    """Versions of Python, kvscout and other packages; None for one that is not installed or says nothing of it.
+
+    Where nothing is installed under a package's names, its module in ``modules`` tells, if it is loaded.
+    """
+    found = {package: next(filter(None, map(_version, names)), None) for package, names in packages.items()}
+    for package, module in (modules or {}).items():
+        found[package] = found[package] or _of_module(module)
+    return {"python": platform.python_version(), "kvscout": __version__} | found
+
+
+def _of_module(module: str) -> str | None:
+    """The version that a loaded module has, or that a dist-info on the path has whose files the module is among."""
+    if module not in sys.modules:
+        return None
+    version = getattr(sys.modules[module], "__version__", None)
+    if isinstance(version, str):
+        return version
+    names = importlib.metadata.packages_distributions().get(module, ())
+    return next(filter(None, map(_version, names)), None)
 
 
 def _version(distribution: str) -> str | None:

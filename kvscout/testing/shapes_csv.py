@@ -38,8 +38,10 @@ DTYPES = {
 }
 FLAGS = {"yes": True, "no": False, "true": True, "false": False}
 
-NUMBERS = re.compile(r"(?:(\d{1,6})x)?(-?\d{1,18})|(\d{1,6})\.\.(\d{1,6})", re.ASCII)
+NUMBERS = re.compile(r"(?:(\d+)x)?(-?\d+)|(\d+)\.\.(\d+)", re.ASCII)
 """A whole number and how many times it stands there, or the ends of a range."""
+MOST_DIGITS, MOST_DIGITS_OF_COUNTS = 18, 6
+"""Of a number, and of how many times it stands there or the ends of a range."""
 LEAST_RANGE = 3
 """Numbers that are written as a range."""
 
@@ -236,11 +238,19 @@ def _value(kind: Any, accepted: Sequence[Any], text: str) -> Any:
 
 
 def _numbers(word: str) -> Sequence[int]:
-    """What a word of a cell stands for, nothing where it is no number."""
+    """What a word of a cell stands for, nothing where it is no number.
+
+    Raises:
+        ValueError: it is one with too many digits.
+    """
     found = NUMBERS.fullmatch(word)
     if found is None:
         return ()
-    count, number, low, high = found.groups()
+    count, number, low, high = found.groups(default="")
+    if len(number.lstrip("-")) > MOST_DIGITS or max(map(len, (count, low, high))) > MOST_DIGITS_OF_COUNTS:
+        raise ValueError(
+            f"too large: expected at most {MOST_DIGITS} digits, {MOST_DIGITS_OF_COUNTS} in a count or a range"
+        )
     return range(int(low), int(high) + 1) if low else (int(number),) * int(count or 1)
 
 

@@ -1,6 +1,9 @@
 """``kvscout bench``: figures for right variants, none for wrong ones."""
 
 import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,6 +205,13 @@ def test_a_right_peer_is_a_row_and_the_baseline(rivals, run, tmp_path):
     assert found["versions"]["right"] == found["versions"]["torch"]
     means = {mean["variant"]: mean for mean in found["means"]}
     assert means["torch_chunked"]["over"]["right"]["mean"] == pytest.approx(ours["speedup"])
+
+
+def test_a_peer_that_is_a_plain_folder_on_the_path_has_a_version(rivals, run, tmp_path, monkeypatch):
+    rivals["right"] = replace(rivals["right"], distributions=("a-package-that-nobody-has",), module="rival_library")
+    monkeypatch.setitem(sys.modules, "rival_library", SimpleNamespace(__version__="1.2.3"))
+    assert run(*ONE, "--against", "right", "--json", str(tmp_path / "out.json"))[0] == 0
+    assert json.loads((tmp_path / "out.json").read_text())["versions"]["right"] == "1.2.3"
 
 
 def test_a_peer_as_baseline_need_not_be_named_twice(rivals, run):

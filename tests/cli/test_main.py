@@ -111,6 +111,26 @@ runpy.run_module("kvscout", run_name="__main__")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.fixture
+def interrupted_torch(tmp_path, root):
+    """Variables with which the import of torch is interrupted."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+
+
+def test_ctrl_c_while_torch_is_imported(run_python, interrupted_torch, tmp_path):
+    script = tmp_path / "kvscout"
+    script.write_text("from kvscout.cli.main import main")
+    for words in (("-m", "kvscout", "info"), (str(script),)):
+        done = run_python(*words, env=interrupted_torch, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_while_a_program_imports_kvscout_is_the_programs_own(run_python, interrupted_torch):
+    code = "try: import kvscout\nexcept KeyboardInterrupt: print('raised')"
+    assert run_python("-c", code, env=interrupted_torch).stdout == "raised\n"
+
+
 def test_a_gpu_that_is_not_there(run, monkeypatch):
     monkeypatch.setattr(selection.torch.cuda, "is_available", lambda: False)
     for command in ("verify", "bench"):

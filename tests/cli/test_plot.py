@@ -1,6 +1,7 @@
 """``kvscout plot``: figures of real result files, and what cannot be drawn."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -84,6 +85,15 @@ def test_a_file_of_another_command(run, tmp_path):
     code, _, err = run("plot", str(tmp_path / "verify.json"))
     assert code == 2
     assert "expected what 'kvscout bench --json' writes, but there are no measurements in it" in err
+
+
+def test_a_time_that_is_no_finite_number(run, kept, tmp_path):
+    text, replaced = re.subn(r'"median_us": [\d.e+-]+', '"median_us": 1e400', kept[0].read_text())
+    assert replaced
+    (tmp_path / "endless.json").write_text(text)
+    code, out, err = run("plot", str(tmp_path / "endless.json"), "--output", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert err.endswith(f"kvscout plot: FILE: {tmp_path / 'endless.json'}: expected finite numbers, got 1e400\n")
 
 
 def test_two_files_of_one_name(run, kept, tmp_path):

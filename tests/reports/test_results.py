@@ -50,6 +50,9 @@ def test_a_run_of_no_checkout(result, timed):
         (b'{"measurements": []}', "there is no 'time'"),
         (b'{"measurements": 3}', "not iterable"),
         (b'{"measurements": [1]}', "no attribute"),
+        (b'{"measurements": [1e400]}', "expected finite numbers, got 1e400"),
+        (b'{"measurements": [NaN]}', "expected finite numbers, got NaN"),
+        (b'{"measurements": [%d]}' % 10**400, "expected finite numbers, got 10{23}$"),
     ],
 )
 def test_a_file_that_is_none(tmp_path, content, message):

@@ -38,6 +38,12 @@ def test_peers_are_found_by_listing_a_folder():
     assert [peers.load("mqa_logits", name).name for name in peers.names("mqa_logits")] == ["aiter", "deepgemm"]
 
 
+def test_a_peer_says_what_tells_its_version():
+    found = {name: peers.load(op, name).module for op in ("mqa_logits", "pa_decode") for name in peers.names(op)}
+    flash = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer", "xqa": "flashinfer"}
+    assert found == flash | {"aiter": "aiter", "deepgemm": "deep_gemm", "sdpa": ""}
+
+
 def test_finding_peers_imports_no_library(run_python):
     code = (
         "import sys; from kvscout.testing import peers\n"

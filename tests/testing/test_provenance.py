@@ -1,11 +1,14 @@
 """Where figures come from."""
 
+import importlib
 import json
 import math
 import platform
 import re
 import subprocess
+import sys
 
+import pytest
 import torch
 
 from kvscout.testing import provenance
@@ -32,6 +35,45 @@ def test_a_record_may_name_more_packages():
     found = provenance.record(CPU, "kvscout bench", {"rival": ("a-package-that-nobody-has", "torch")})["versions"]
     assert found["rival"] == found["torch"]
     assert "rival" not in provenance.versions()
+
+
+class TestPlainFolders:
+    """Libraries that were put on the path, not installed."""
+
+    @pytest.fixture
+    def version(self, tmp_path, monkeypatch):
+        """``version(text)``: of a library whose module has that text and lies in a folder on the path."""
+        monkeypatch.syspath_prepend(tmp_path)
+
+        def of(text, name="a-package-that-nobody-has", load=True):
+            (tmp_path / "rival_library.py").write_text(text)
+            if load:
+                importlib.import_module("rival_library")
+            return provenance.versions({"rival": (name,)}, {"rival": "rival_library"})["rival"]
+
+        yield of
+        sys.modules.pop("rival_library", None)
+
+    def test_a_module_that_says_its_version(self, version):
+        assert version("__version__ = '1.2.3'") == "1.2.3"
+
+    def test_a_folder_with_a_dist_info(self, version, tmp_path):
+        """Of another name than those that the library is known by."""
+        folder = tmp_path / "renamed_library-4.5.6.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: renamed-library\nVersion: 4.5.6\n")
+        (folder / "RECORD").write_text("rival_library.py,,\n")
+        assert version("") == "4.5.6"
+
+    def test_neither(self, version):
+        assert version("__version__ = (1, 2)") is None
+
+    def test_what_is_not_loaded_stays_so(self, version):
+        assert version("__version__ = '1.2.3'", load=False) is None
+        assert "rival_library" not in sys.modules
+
+    def test_what_is_installed_counts_first(self, version):
+        assert version("__version__ = '1.2.3'", "torch") == provenance.versions()["torch"]
 
 
 def test_a_cpu_has_nothing_that_nvidia_smi_says():

@@ -198,7 +198,8 @@ def pa_decode(
             tokens; last dimension contiguous, any other strides. Hq / Hkv = G is a whole number up to 64.
         value_cache: the same layout, dtype and page size.
         context_lengths: int32 ``[B]``, contiguous: tokens of each sequence, its QL query tokens included. Zero and
-            negative lengths are empty sequences. They must be those that ``work_plan`` was made or refreshed with.
+            negative lengths are empty sequences; none may come within 1024 tokens of 2^31, since kernels count tokens
+            in 32 bits. They must be those that ``work_plan`` was made or refreshed with.
         block_tables: int32 ``[B, max_blocks]``, any row stride. Entries past a sequence's last page are never looked up
             and may hold anything.
         softmax_scale: multiplies the scores; usually ``D ** -0.5``.
@@ -390,7 +391,7 @@ def _check_plan(plan: PlanNumbers, call: Call, window: int) -> None:
     if call.work_info.device != call.query.device:
         raise ValueError(f"work_plan: expected on {call.query.device}, like query, got {call.work_info.device}")
     made_for = {
-        "sequences": (call.reduce_info.shape[0], call.context_lengths.shape[0]),
+        "a batch": (call.reduce_info.shape[0], call.context_lengths.shape[0]),
         "a query_length": (plan.query_length, call.query_length),
         "a sliding_window": (_effective(plan.sliding_window), window),
     }

@@ -22,6 +22,9 @@ LOG2_MAX_SLOTS_TIMES_SEQUENCES = {128: 39, 256: 40}
 """By tile: sequences have at most 2^31 / tile tiles, so that up to here the products of the plan's arithmetic fit 64
 bits."""
 
+MAX_SLOTS = 2**24
+"""A plan uses no more slots than there are tiles of 128 tokens, and so many hold more than a GPU's memory."""
+
 MAX_RECOMMENDED_SPLITS = 8
 
 LARGE_WORKGROUPS = ("sm_90",)
@@ -114,7 +117,8 @@ def plan_pa_decode(
 
     Args:
         context_lengths: int32 ``[B]``, contiguous: tokens of each sequence, its query tokens included. Zero and
-            negative lengths are empty sequences. B may be 0.
+            negative lengths are empty sequences. B may be 0. A plan takes any length; ``pa_decode`` takes none within
+            1024 tokens of 2^31.
         num_kv_heads: heads in the KV cache; every head runs all tasks.
         max_partitions: most tasks of one sequence; None takes the number of SMs (or the plan's).
         workgroup_budget: workgroups to fill, over all KV heads; None takes the number of SMs on sm_90, less what KV
@@ -140,7 +144,7 @@ def plan_pa_decode(
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, stride or device, or is not what ``plan``
-            was made with; the message names it.
+            was made with, or ``capacity`` would be more than 2^24 slots; the message names it.
         UnsupportedProblem: no variant, or not the one asked for, serves this call.
 
     One kernel; never synchronises with the host; capturable in a CUDA graph, whose replays follow lengths that change
@@ -221,6 +225,11 @@ def _new_plan(context_lengths: torch.Tensor, settings: _Settings) -> PADecodePla
     if tile is None:
         tile = 128 if arch_of(device) in SMALL_TILES else 256
     capacity = settings.capacity(num_sequences, max_partitions, workgroup_budget)
+    if capacity > MAX_SLOTS:
+        raise ValueError(
+            f"max_partitions, workgroup_budget: expected at most 2**24 slots in all, but {max_partitions} and "
+            f"{workgroup_budget} give {capacity} for {num_sequences} sequences"
+        )
     return PADecodePlan(
         work_info=torch.empty(capacity, 4, dtype=torch.int32, device=device),
         reduce_info=torch.empty(num_sequences, 2, dtype=torch.int32, device=device),

@@ -134,7 +134,7 @@ def gather_tokens(
         sequences: as for :func:`tables_of_blocks`.
         ends: as for :func:`tables_of_blocks`.
         key_scale: as ``pa_decode`` takes it. Scales per token, ``[blocks, Hkv, page]`` or ``[blocks, Hkv, page, 1]``,
-            are copied with their tokens; all others are handed on.
+            are copied with their tokens; all others (a number, or float32 of 1 element or ``[Hkv]``) are handed on.
         value_scale: likewise.
         kv_layout: layout of the caches, or "auto" to tell by their shapes.
         out: what to write into: a former result of these shapes, or one made of other memory, for instance with caches
@@ -169,9 +169,13 @@ def gather_tokens(
     """
     given = key_scale, value_scale
     key_scale, value_scale = (_per_token(scale) for scale in given)
+    rows.check_selected(selected)
+    if key_scale is None:
+        _check_handed_on("key_scale", given[0], num_kv_heads, selected.device)
+    if value_scale is None:
+        _check_handed_on("value_scale", given[1], num_kv_heads, selected.device)
     if out is None:
         kv = paging.pages(key_cache, value_cache, num_kv_heads, kv_layout)
-        rows.check_selected(selected)
         out = _new_tokens(kv, key_cache, value_cache, selected, key_scale, value_scale)
     elif not isinstance(out, Tokens):
         raise TypeError(f"out: expected Tokens, got {type(out).__name__}")
@@ -189,8 +193,21 @@ def gather_tokens(
 
 
 def _per_token(scale: Tensor | float | None) -> Tensor | None:
-    """A scale per token; None for any other, which ``pa_decode`` checks."""
+    """A scale per token; None for any other."""
     return scale if isinstance(scale, Tensor) and scale.dim() >= 3 else None
+
+
+def _check_handed_on(name: str, scale: Tensor | float | None, num_kv_heads: int, device: torch.device) -> None:
+    """Check a scale that is not per token: nothing, a number, or a tensor of 1 element or ``[Hkv]``."""
+    if isinstance(scale, Tensor):
+        if tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
+            raise ValueError(
+                f"{name}: expected 1 element, shape [{num_kv_heads}] or shape [blocks, {num_kv_heads}, page], "
+                f"got {list(scale.shape)}"
+            )
+        checks.tensor(name, scale, tuple(scale.shape), torch.float32, device)
+    elif scale is not None:
+        checks.number(name, scale)
 
 
 def _new_tokens(

@@ -35,6 +35,7 @@ class Peer:
         tolerance: how far a problem's outputs may be from float64 where the library computes with less precision than
             is asked of our variants; None where it is judged by their budget.
         distributions: what the library may be called where it is installed.
+        module: what is imported of it, without a dot: tells the version where it is a plain folder on the path.
         name: the file's stem, filled in by :func:`load`.
     """
 
@@ -44,6 +45,7 @@ class Peer:
     deliver: Callable[[Prepared, Any], None]
     tolerance: Callable[[Any], Budget | None] = lambda problem: None
     distributions: Sequence[str] = ()
+    module: str = ""
     name: str = ""
 
 

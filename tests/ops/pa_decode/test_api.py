@@ -109,7 +109,7 @@ BAD = {
     "query_length: expected from 1 to 2147483647, got 0": replaced(query_length=lambda c: 0),
     "query_length: expected an int, got float": replaced(query_length=lambda c: 1.0),
     "work_plan: expected a PADecodePlan, got NoneType": replaced(work_plan=lambda c: None),
-    "work_plan: expected a plan made for sequences of 3, got one made for 2": planned(lengths=torch.ones(2).int()),
+    "work_plan: expected a plan made for a batch of 3, got one made for 2": planned(lengths=torch.ones(2).int()),
     "work_plan: expected a plan made for a query_length of 1, got one made for 2": planned(query_length=2),
     "work_plan: expected a plan made for a sliding_window of 0, got one made for 9": planned(sliding_window=9),
     "work_plan: expected a plan made for a sliding_window of 9, got one made for 0": replaced(

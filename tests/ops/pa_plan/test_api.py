@@ -7,7 +7,7 @@ import torch
 
 from kvscout import PADecodePlan, UnsupportedProblem, get_recommended_splits, plan_pa_decode
 from kvscout.ops.pa_plan import api
-from kvscout.ops.pa_plan.api import Args, check
+from kvscout.ops.pa_plan.api import MAX_SLOTS, Args, check
 from kvscout.testing import oracles
 
 LENGTHS = torch.tensor([1000, 0, 300], dtype=torch.int32)
@@ -174,6 +174,21 @@ def test_a_batch_invariant_plan_is_not_used_with_other_arguments(change, message
 def test_bad_arguments(change, error, message):
     with pytest.raises(error, match=message):
         plan_pa_decode(**({"context_lengths": LENGTHS, "num_kv_heads": 2} | change))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_more_slots_than_contexts_have_tiles(sequences, batch_invariant):
+    """As many as 32 bits count would take all memory."""
+    lengths = torch.empty(sequences, dtype=torch.int32, device="meta")
+    most = MAX_SLOTS // sequences if batch_invariant else MAX_SLOTS
+    for slots in (most, most + 1, 2**31 - 1):
+        made_with = {"max_partitions": slots, "workgroup_budget": slots, "batch_invariant": batch_invariant}
+        if slots == most:
+            assert plan_pa_decode(lengths, 1, **made_with).capacity == MAX_SLOTS
+        else:
+            with pytest.raises(ValueError, match=r"^max_partitions, workgroup_budget: expected at most 2\*\*24 slots "):
+                plan_pa_decode(lengths, 1, **made_with)
 
 
 @pytest.mark.parametrize(

@@ -99,4 +99,5 @@ PEER = Peer(
     prepare=_prepare,
     deliver=deliver,
     distributions=("amd-aiter", "aiter"),
+    module="aiter",
 )

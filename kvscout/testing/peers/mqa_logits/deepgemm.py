@@ -54,4 +54,5 @@ PEER = Peer(
     prepare=_prepare,
     deliver=deliver,
     distributions=("deep-gemm", "tokenspeed-deepgemm"),
+    module="deep_gemm",
 )

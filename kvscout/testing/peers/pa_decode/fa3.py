@@ -102,4 +102,5 @@ PEER = Peer(
     deliver=deliver,
     tolerance=single_e4m3,
     distributions=("tokenspeed-fa3", "flash-attn-3"),
+    module=MODULE,
 )

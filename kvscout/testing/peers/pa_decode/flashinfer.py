@@ -89,4 +89,5 @@ PEER = Peer(
     deliver=deliver,
     tolerance=lambda problem: ROUNDED_PARTS,
     distributions=("flashinfer-python",),
+    module="flashinfer",
 )

@@ -69,4 +69,5 @@ PEER = Peer(
     deliver=deliver,
     tolerance=_tolerance,
     distributions=("flashinfer-python",),
+    module="flashinfer",
 )
