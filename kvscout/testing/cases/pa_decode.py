@@ -63,6 +63,7 @@ SAMPLED_ELEMENTS = {"cuda": 1 << 30, "cpu": 1 << 26}
 CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 24}
 
 DEFAULT_SPLITS = (132, 132)
+"""Those of a plan that is not told otherwise on an H200, less what the KV heads cannot share equally."""
 
 LEAST_LENGTH = -(2**31)
 """Negative lengths are empty sequences."""
@@ -205,8 +206,11 @@ class PaDecodeCase:
         key_kind, _, value_kind = self.scales.partition("+")
         key_scale = self._scale(key_kind, found, generator, 1.0)
         value_scale = self._scale(value_kind or key_kind, found, generator, CONTRAST_SCALE)
+        max_partitions, budget = self.splits
+        if self.splits == DEFAULT_SPLITS:
+            budget = budget // self.kv_heads * self.kv_heads or budget
         plan = plan_pa_decode(
-            lengths, self.kv_heads, max_partitions=self.splits[0], workgroup_budget=self.splits[1],
+            lengths, self.kv_heads, max_partitions=max_partitions, workgroup_budget=budget,
             sliding_window=self.window, query_length=self.query_length, tile=self.tile or None,
         )  # fmt: skip
         output = Guarded((rows, heads, self.dim), DTYPES[self.dtype], device, row_gap=gap)
