@@ -7,10 +7,11 @@ merged by a second kernel, or, where a plan has one slot a sequence, by the last
 Wins: wherever no kernel made for the architecture serves the problem.
 Limit: more than 32 rows go to instructions that read shared memory, whose fences wait for all copies under way. From
 nhd and hnd caches e4m3 values leave the ring byte by byte. No context may come within 1024 tokens of 2^31.
-Measured: 2026-12-01, H200, 16 heads on one KV head of 128, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 8.7
-(9.5), 4 x 8k 9.1 (9.9), 8 x 8k 11.0 (13.2), 32 x 8k 29.2 (40.7), 4 x 32k 17.2 (26.0), 3 x 220k 61.5 (89.7); 4 query
-tokens, 8 x 32k 54.3 (62.3); 64 rows of 2048 tokens in pages of 16, 20.1 (22.2). Plans of 264 slots instead of 132 take
-less where there is much to read: 32 x 8k 26.1 (40.0), 3 x 220k 53.1 (89.8), 4 query tokens 48.0 (51.2).
+Measured: 2026-12-01, H200, 16 heads on one KV head of 128, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 9.3
+(9.8), 4 x 8k 9.7 (10.7), 8 x 8k 11.0 (13.0), 32 x 8k 29.2 (41.3), 4 x 32k 17.3 (26.3), 3 x 220k 61.2 (91.0); 4 query
+tokens, 8 x 32k 54.4 (62.4); 64 rows of 2048 tokens in pages of 16, 20.2 (22.7). Tiles of 256 tokens instead of 128 take
+less where a batch is small: 1 x 8k 8.7 (9.5), 4 x 8k 9.1 (9.9). Plans of 264 slots instead of 132 take less where there
+is much to read: 32 x 8k 26.1 (40.0), 3 x 220k 53.1 (89.8), 4 query tokens 48.0 (51.2).
 """
 
 from __future__ import annotations
