@@ -19,9 +19,10 @@ NONE = Specialisation({}, {}, {}, {})
 
 
 @pytest.fixture(autouse=True)
-def compiles(monkeypatch):
-    """As in a process where Triton does not interpret."""
+def compiles(monkeypatch, tmp_path):
+    """As in a process where Triton does not interpret, of a package without tuned tables."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(tuning, "PACKAGED", tmp_path / "none")
 
 
 @pytest.fixture
