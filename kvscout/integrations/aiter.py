@@ -224,6 +224,8 @@ def plan_pa_decode(
         >>> plan.reduce_info.tolist()
         [[0, 2], [2, 2]]
     """
+    if isinstance(plan, PADecodePlan) and plan.tile != CONTEXT_PARTITION_SIZE:
+        raise ValueError(f"plan: expected tiles of {CONTEXT_PARTITION_SIZE} tokens, AITER's, got {plan.tile}")
     return planning.plan_pa_decode(
         context_lengths,
         num_kv_heads,

@@ -85,7 +85,7 @@ class TestPlan:
         plan = aiter.plan_pa_decode(lengths, KV_HEADS)
         assert plan.tile == 256
         assert aiter.plan_pa_decode(lengths, KV_HEADS, plan=plan).reduce_info[:, 1].tolist() == [3, 0, 1, 2]
-        with pytest.raises(ValueError, match=r"^tile: expected 128, .* got 256$"):
+        with pytest.raises(ValueError, match=r"^plan: expected tiles of 256 tokens, AITER's, got 128$"):
             aiter.plan_pa_decode(lengths, KV_HEADS, plan=kvscout.plan_pa_decode(lengths, KV_HEADS, tile=128))
 
     def test_a_refresh_is_in_place(self):
