@@ -12,10 +12,12 @@ import multiprocessing, os, signal, threading, time
 from kvscout.cli import workers
 
 if __name__ == "__main__":
-    for seconds in (4.0, 4.02):
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         with workers.pool(2) as pool:
+            # Processes are there by then, however long they took to start.
+            pool.submit(abs, -3).result()
+            for seconds in (1.0, 1.02):
+                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
             for future in [pool.submit(time.sleep, 600) for _ in range(5)]:
                 future.result()
     except KeyboardInterrupt:
