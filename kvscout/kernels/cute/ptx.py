@@ -24,15 +24,18 @@ def ptx(
     outputs: Sequence[Any] = (),
     inputs: Sequence[tuple[Any, Any]] = (),
     effects: bool = True,
+    before: int = 0,
     *,
     loc: Any = None,
     ip: Any = None,
 ) -> Any:
     """Inline ``text`` with ``$0``, ``$1``, ... for outputs and then inputs, the latter pairs of type and value.
 
-    Returns a list of the outputs, the only one, or None. ``effects=False`` lets the compiler move or drop it.
+    Returns a list of the outputs, the only one, or None. ``effects=False`` lets the compiler move or drop it. The first
+    ``before`` inputs are what outputs are before.
     """
-    classes = [f"={_CLASSES[kind]}" for kind in outputs] + [_CLASSES[kind] for kind, _ in inputs]
+    classes = [f"={_CLASSES[kind]}" for kind in outputs]
+    classes += [str(i) if i < before else _CLASSES[kind] for i, (kind, _) in enumerate(inputs)]
     operands = [kind(value).ir_value(loc=loc, ip=ip) for kind, value in inputs]
     types = [kind.mlir_type for kind in outputs]
     found = llvm.inline_asm(
@@ -96,6 +99,11 @@ def barrier_wait(barrier: Any, phase: Any) -> None:
 def sync(barrier: Any, threads: int) -> None:
     """Meet at a named barrier."""
     ptx(f"bar.sync $0, {threads};", (), [(Int32, barrier)])
+
+
+def arrive(barrier: Any, threads: int) -> None:
+    """Arrive at a named barrier, where others wait for it, without waiting."""
+    ptx(f"bar.arrive $0, {threads};", (), [(Int32, barrier)])
 
 
 def sync_any(barrier: Any, threads: int, flag: Any) -> Any:
@@ -297,6 +305,12 @@ def unpack_float16(word: Any) -> Any:
     return ptx(text, (Float32, Float32), [(Int32, word)], False)
 
 
+def unpack_e4m3(word: Any) -> Any:
+    """The four e4m3 numbers of a word as float16, two a word."""
+    text = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}"
+    return ptx(text, (Int32, Int32), [(Int32, word)], False)
+
+
 def low_bits(word: Any, count: Any) -> Any:
     """The lowest ``count`` bits, 0 to 32 of them."""
     text = """{
@@ -313,6 +327,8 @@ def low_bits(word: Any, count: Any) -> Any:
 
 # Matrix instructions.
 
+WAIT = "wgmma.wait_group.sync.aligned 0;"
+
 
 def descriptor(shared: Any, leading: int) -> Any:
     """Low word of an operand's descriptor: where it begins, and the bytes from one core matrix to the next along K."""
@@ -321,12 +337,12 @@ def descriptor(shared: Any, leading: int) -> Any:
 
 def multiply(
     kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], chains: Sequence[Sequence[tuple[int, int]]],
-    turned: bool = False,
+    turned: bool = False, added_to: Sequence[Any] = (), is_waited_for: bool = True,
 ) -> Any:  # fmt: skip
-    """Start and finish sums of wgmma products, of 64 x ``columns`` each: their accumulators.
+    """Start sums of wgmma products, of 64 x ``columns`` each, and wait for them: their accumulators.
 
-    All in one block of text whose accumulators are outputs only: none is live across it, so that ptxas has nothing to
-    serialise. Operands are K-major without swizzle, or A is MN-major.
+    All in one block of text whose accumulators are its outputs: ptxas finds nothing that touches them meanwhile, which
+    it would have to serialise. Operands are K-major without swizzle, or A is MN-major.
 
     Args:
         kind: the end of the instruction's name, such as "k16.f32.bf16.bf16".
@@ -336,12 +352,16 @@ def multiply(
         strides: bytes from 8 rows to the next 8 of A, and of B.
         chains: for each sum, the bytes from A and from B to those of each of its products.
         turned: whether A, of 16-bit elements, is MN-major: its core matrices are eight of K, of 16 bytes of rows each.
+        added_to: accumulators that the sums are added to, or none.
+        is_waited_for: whether to wait; else the results must not be touched before :func:`multiply_wait`, or before
+            another call that waits.
     """
     per_chain = columns // 2
     at = len(chains) * per_chain
     in_registers = isinstance(a, list)
     inputs = [(Int32, word) for word in a] if in_registers else [(Int32, a)]
-    at_b = at + len(inputs)
+    at_a = at + len(added_to)
+    at_b = at_a + len(inputs)
     lines = [
         "{.reg .b32 t, ha, hb; .reg .b64 da, db; .reg .pred first, then;",
         "setp.ne.b32 first, 0, 0; setp.eq.b32 then, 0, 0;",
@@ -354,17 +374,23 @@ def multiply(
         registers = ",".join(f"${chain * per_chain + i}" for i in range(per_chain))
         for step, (from_a, from_b) in enumerate(products):
             if in_registers:
-                operand = "{" + ",".join(f"${at + 4 * step + i}" for i in range(4)) + "}"
+                operand = "{" + ",".join(f"${at_a + 4 * step + i}" for i in range(4)) + "}"
             else:
-                lines.append(f"add.s32 t, ${at}, {from_a >> 4}; mov.b64 da, {{t, ha}};")
+                lines.append(f"add.s32 t, ${at_a}, {from_a >> 4}; mov.b64 da, {{t, ha}};")
                 operand = "da"
             lines += [
                 f"add.s32 t, ${at_b}, {from_b >> 4}; mov.b64 db, {{t, hb}};",
                 f"wgmma.mma_async.sync.aligned.m64n{columns}{kind} {{{registers}}}, {operand}, db, "
-                f"{'then' if step else 'first'}, 1, 1{transposed};",
+                f"{'then' if step or added_to else 'first'}, 1, 1{transposed};",
             ]
-    lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;}")
-    return ptx("\n".join(lines), (Float32,) * at, [*inputs, (Int32, b)])
+    lines.append("wgmma.commit_group.sync.aligned;" + (WAIT if is_waited_for else "") + "}")
+    before = [(Float32, value) for value in added_to]
+    return ptx("\n".join(lines), (Float32,) * at, [*before, *inputs, (Int32, b)], True, len(before))
+
+
+def multiply_wait() -> None:
+    """Wait for all products that were started."""
+    ptx(WAIT)
 
 
 # Sums of two e4m3 numbers.

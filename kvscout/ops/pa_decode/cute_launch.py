@@ -14,8 +14,12 @@ from .cute_outputs import clear_rows
 from .cute_pieces import produce_pieces
 from .cute_reduce import reduce_sequences
 from .cute_rows import consume_rows
-from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
+from .cute_tile import LOAD_THREADS, MATH_THREADS, REDUCE_THREADS, WARPGROUPS, WIDEN_THREADS, Tile
+from .cute_widening import widen_values
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of, touch_constants
+
+FIRST_WIDENING = (MATH_THREADS + LOAD_THREADS) // 32
+"""The first of the warps that widen values, where there are some."""
 
 # Blocks of the merge that a multiprocessor has room for.
 REDUCE_BLOCKS = 4
@@ -42,7 +46,7 @@ class Kernel:
         """Launch; ``device`` is any tensor there. ``reduce_x`` is 0 where no sequence is split."""
         tile = self.tile
         self.decode(data).launch(
-            grid=(grid_x, grid_y, num_kv_heads), block=(THREADS, 1, 1), smem=tile.places.size, stream=stream,
+            grid=(grid_x, grid_y, num_kv_heads), block=(tile.threads, 1, 1), smem=tile.places.size, stream=stream,
             use_pdl=True, min_blocks_per_mp=tile.blocks, preferred_smem_carveout=100,
         )  # fmt: skip
         if reduce_x > 0:
@@ -73,6 +77,10 @@ class Kernel:
             for i in cutlass.range_constexpr(tile.value_stages):
                 ptx.barrier_init(shared + tile.places.full_values + 8 * i, values)
                 ptx.barrier_init(shared + tile.places.empty_values + 8 * i, readers)
+            if cutlass.const_expr(tile.widens):
+                for i in cutlass.range_constexpr(WARPGROUPS):
+                    ptx.barrier_init(shared + tile.places.full_wide + 8 * i, WIDEN_THREADS // 32)
+                    ptx.barrier_init(shared + tile.places.empty_wide + 8 * i, 4)
             ptx.barrier_init_fence()
         if lane == 0:
             touch_constants(data, shared + tile.places.constants + warp * 4)
@@ -86,16 +94,15 @@ class Kernel:
         work = Work(slot, kv_head, first_row, sequence, first_step, steps, lowest, highest, all_low, all_high, context)
         is_task = first_tile < end_tile
         if warp >= MATH_THREADS // 32:
-            if cutlass.const_expr(tile.moves_registers):
-                cute.arch.setmaxregister_decrease(tile.registers[1])
-            if is_task:
-                load = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
-                load(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
-            # There are at least as many slots as sequences: each also clears the sequence of its number if empty.
-            if slot < data.num_sequences:
-                _, partitions = partitions_of(data, slot)
-                if partitions == 0:
-                    clear_rows(tile, thread - MATH_THREADS, slot, kv_head, first_row, data)
+            if cutlass.const_expr(tile.widens):
+                if warp >= FIRST_WIDENING:
+                    cute.arch.setmaxregister_decrease(tile.widening_registers)
+                    if is_task:
+                        widen_values(tile, warp - FIRST_WIDENING, lane, shared, work)
+                else:
+                    self.load(thread, warp, lane, shared, data, work, is_task)
+            else:
+                self.load(thread, warp, lane, shared, data, work, is_task)
         else:
             if cutlass.const_expr(tile.moves_registers):
                 cute.arch.setmaxregister_increase(tile.registers[0])
@@ -104,6 +111,21 @@ class Kernel:
                     consume_rows(tile, thread, warp, lane, shared, data, work)
                 else:
                     consume(tile, thread, warp, lane, shared, data, work)
+
+    @cute.jit
+    def load(self, thread, warp, lane, shared, data, work, is_task):
+        """Load a task's keys and values, and clear the rows of an empty sequence."""
+        tile = self.tile
+        if cutlass.const_expr(tile.moves_registers):
+            cute.arch.setmaxregister_decrease(tile.registers[1])
+        if is_task:
+            produce_all = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
+            produce_all(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
+        # There are at least as many slots as sequences: each also clears the sequence of its number if empty.
+        if work.slot < data.num_sequences:
+            _, partitions = partitions_of(data, work.slot)
+            if partitions == 0:
+                clear_rows(tile, thread - MATH_THREADS, work.slot, work.kv_head, work.first_row, data)
 
     @cute.kernel
     def reduce(self, data: Data) -> None:

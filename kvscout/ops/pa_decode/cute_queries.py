@@ -13,6 +13,11 @@ from .cute_work import place_of, visible
 # A row of zeros needs some scale.
 LEAST_MAGNITUDE = 1e-30
 
+# Where query rows are the rows of products, they take the sign of what multiplies them, and that is not 0: scores are
+# compared, and may be infinite, before they are multiplied.
+SIGNS = -0x7FFF8000
+LEAST_SCALE = 2.0**-125
+
 
 def threads_of_row(tile: Tile) -> int:
     """Threads that load a query row, eight elements each."""
@@ -43,6 +48,11 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
         # Not earlier, as it would hold up the queries.
         if data.key_scale != 0 and data.keys_by_token == 0:
             scale = scale * ptx.load(data.key_scale + Int64(work.kv_head) * data.key_scale_head, Float32)
+    if cutlass.const_expr(tile.by_rows):
+        if scale < Float32(0.0):
+            for i in cutlass.range_constexpr(4 * parts):
+                words[i] = words[i] ^ Int32(SIGNS)
+        scale = ptx.magnitude(scale)
     for part in cutlass.range_constexpr(parts):
         in_block = row_of(tile, part, thread)
         mine = [words[4 * part + i] for i in range(4)]
@@ -51,6 +61,8 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
             row_scale = scale * _store_split(tile, mine, in_block, chunk, shared, data)
         else:
             ptx.shared_store(shared + places.queries + chunk * tile.query_pitch + in_block * 16, mine)
+        if cutlass.const_expr(tile.by_rows):
+            row_scale = ptx.maximum(row_scale, Float32(LEAST_SCALE))
         if chunk == 0:
             position, _ = place_of(data, work.first_row + in_block)
             low, high = visible(data, work.context, cutlass.min(position, data.query_length - 1))

@@ -3,11 +3,12 @@
 Each warpgroup takes alternate steps. A thread has two rows, ``16 warp + lane / 4 + 8 i`` (i < 2), and of each what four
 lanes share: tokens ``16 g + 8 h + 2 (lane % 4) + e`` of a step, elements ``8 j + 2 (lane % 4) + e`` of an output. So no
 row is more than a few lanes' matter, and probabilities are operands from the registers that they are computed in. What
-:mod:`.cute_softmax` says of references, and of sums of e4m3 numbers, holds here too, but that the second number has the
-scale of the first.
+:mod:`.cute_softmax` says of references holds here too. Probabilities have 16 bits, whatever the cache has, and values
+of e4m3 are widened for them.
 """
 
-from typing import Any
+import functools
+import operator
 
 import cutlass
 import cutlass.cute as cute
@@ -16,15 +17,24 @@ from cutlass import Float32, Int32, Int64
 from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
 from .cute_queries import load_queries, span_of
-from .cute_softmax import FAR, GROUP_BARRIER, LOG2E, NOTHING, below
+from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING, below
 from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
 from .cute_work import partitions_of, value_factor
 
 GROUPS = STEP // 16
 """Groups of 16 tokens of a step."""
-LOW = 1.0
-"""What 16 probabilities of a thread come to where sums of two e4m3 numbers have too few bits of them."""
+PIECE = 8
+"""Tokens of 16 bytes of 16-bit values."""
+TURN_BARRIER = 4
+"""The first of the warpgroups' named barriers where they wait for their turn to multiply."""
+LARGE = 1024.0
+"""A logit to base 2 from which on a float has too few bits for its fraction."""
+CHAINS = 4
+BELOW = {"e4m3": 12, "bf16": 8, "fp16": 12}
+"""Powers of two by which the top is below the largest score; see :data:`FAR`."""
+FAR = {"e4m3": 3, "bf16": 32, "fp16": 3}
+"""How far a step's top may be above the row's reference: float16 probabilities are precise from 2^-14 to 2^15.9."""
 
 
 @cute.jit
@@ -52,43 +62,82 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     scores = cute.make_rmem_tensor((STEP // 2,), Float32)
     full_keys, full_values = shared + places.full_keys, shared + places.full_values
     empty_keys, empty_values = shared + places.empty_keys, shared + places.empty_values
+    full_wide, empty_wide = shared + places.full_wide + 8 * group, shared + places.empty_wide + 8 * group
     i = group
     stage, phase = group, Int32(0)
-    while i < work.steps:
+    wide_phase = Int32(0)
+    # Where each warpgroup has a step at most, both multiply at once.
+    turns = work.steps > WARPGROUPS
+    if turns:
+        if group != 0:
+            # The first turn is the other's.
+            ptx.arrive(TURN_BARRIER, MATH_THREADS)
+        ptx.sync(TURN_BARRIER + group, MATH_THREADS)
+    if i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
-        _score(tile, scores, row_scales, stage, shared)
+        _score(tile, scores, stage, shared)
         if lane == 0:
             ptx.barrier_arrive(empty_keys + 8 * stage)
+    if turns:
+        _pass_turn(work.steps - i, group)
+    while i < work.steps:
         token = (work.first_step + i) * STEP
         if token < work.all_low or token + STEP > work.all_high:
             _mask(tile, scores, first_row, token + 2 * (lane & 3), shared)
-        tops = _find_tops(scores)
-        _raise_references(tops, references, sums, outputs)
-        factors = [ptx.exp2((tops[k] - references[k]) * Float32(LOG2E)) for k in range(2)]
-        few = _add_probabilities(tile, scores, tops, factors, sums)
-        ptx.barrier_wait(full_values + 8 * stage, phase)
-        if token < work.all_low or token + STEP > work.all_high:
-            lowest, highest = span_of(tile, shared)
-            if token < lowest or token + STEP > highest:
-                clear_values(tile, stage, token, group, in_group, lowest, highest, shared)
-                ptx.fence_async_shared()
-                ptx.sync(GROUP_BARRIER + group, 128)
-        if cutlass.const_expr(tile.is_e4m3):
-            if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
-                _add_outputs(tile, outputs, scores, factors, True, stage, lane, shared)
-        _add_outputs(tile, outputs, scores, factors, False, stage, lane, shared)
-        if lane == 0:
-            ptx.barrier_arrive(empty_values + 8 * stage)
+        _raise_references(tile, _find_tops(tile, scores, row_scales), references, sums, outputs)
+        operands = _probabilities(tile, scores, row_scales, references, sums)
+        values, used = shared + places.own + group * tile.own_bytes, empty_wide
+        if cutlass.const_expr(tile.widens):
+            ptx.barrier_wait(full_wide, wide_phase)
+            wide_phase = wide_phase ^ 1
+        else:
+            values, used = shared + places.values + stage * tile.stage_bytes, empty_values + 8 * stage
+            ptx.barrier_wait(full_values + 8 * stage, phase)
+            if token < work.all_low or token + STEP > work.all_high:
+                lowest, highest = span_of(tile, shared)
+                if token < lowest or token + STEP > highest:
+                    clear_values(tile, stage, token, group, in_group, lowest, highest, shared)
+                    ptx.fence_async_shared()
+                    ptx.sync(GROUP_BARRIER + group, 128)
+        if turns:
+            ptx.sync(TURN_BARRIER + group, MATH_THREADS)
+        _start_outputs(tile, outputs, operands, values)
         i = i + WARPGROUPS
         stage = stage + WARPGROUPS
         if stage >= tile.stages:
             stage = stage - tile.stages
             phase = phase ^ 1
+        if i < work.steps:
+            ptx.barrier_wait(full_keys + 8 * stage, phase)
+            _score(tile, scores, stage, shared)
+            ptx.arrive(TURN_BARRIER + 1 - group, MATH_THREADS)
+            if lane == 0:
+                ptx.barrier_arrive(used)
+                ptx.barrier_arrive(empty_keys + 8 * stage)
+        else:
+            ptx.multiply_wait()
+            if lane == 0:
+                ptx.barrier_arrive(used)
+            if turns:
+                _pass_turn(work.steps - i, group)
+            # Or the old ones would take registers meanwhile.
+            scores.fill(0.0)
     # Not before the last tile has been read: blocks of the next kernel would take its bandwidth.
     cute.arch.griddepcontrol_launch_dependents()
     _merge_warpgroups(
         tile, references, sums, outputs, factor, partitions, group, first_row, in_group, lane, shared, data, work
     )  # fmt: skip
+
+
+@cute.jit
+def _pass_turn(left, group):
+    """Let the other warpgroup multiply, while this one does softmax, unless that was the last turn of all.
+
+    A warpgroup has one turn for its first scores, and then one for the outputs of each of its steps and the scores of
+    its next one. ``left`` is how many steps there are from that next one on; it is negative where the turn was the last.
+    """
+    if left >= 0:
+        ptx.arrive(TURN_BARRIER + 1 - group, MATH_THREADS)
 
 
 def _place(half: int, pair: int, row: int, e: int) -> int:
@@ -97,22 +146,23 @@ def _place(half: int, pair: int, row: int, e: int) -> int:
 
 
 @cute.jit
-def _score(tile: cutlass.Constexpr[Tile], scores, row_scales, stage, shared):
-    """``scores`` of this thread: queries times the keys of a stage, scaled by row."""
+def _score(tile: cutlass.Constexpr[Tile], scores, stage, shared):
+    """``scores`` of this thread: queries times the keys of a stage. All other products are waited for, too."""
     places = tile.places
     queries = ptx.descriptor(shared + places.queries, tile.query_pitch)
     keys = ptx.descriptor(shared + places.keys, tile.key_leading) + stage * (tile.stage_bytes >> 4)
-    parts = 2 if cutlass.const_expr(tile.is_e4m3) else 1
-    for half in cutlass.range_constexpr(2):
-        products = [
+    halves = [
+        [
             (part * (tile.rows * 16) + chunk * tile.query_pitch, half * CORE + chunk * tile.key_leading)
             # The small sum first: products are added up with few bits, relative to what is there.
-            for part in reversed(range(parts))
+            for part in reversed(range(2 if tile.is_e4m3 else 1))
             for chunk in range(0, tile.chunks, 2)
         ]
-        found = ptx.multiply(tile.kind, STEP // 2, queries, keys, (CORE, tile.key_stride), [products])
-        for k in cutlass.range_constexpr(STEP // 4):
-            scores[half * (STEP // 4) + k] = found[k] * row_scales[(k >> 1) & 1]
+        for half in range(2)
+    ]
+    found = ptx.multiply(tile.kind, STEP // 2, queries, keys, (CORE, tile.key_stride), halves)
+    for k in cutlass.range_constexpr(STEP // 2):
+        scores[k] = found[k]
 
 
 @cute.jit
@@ -132,26 +182,30 @@ def _mask(tile: cutlass.Constexpr[Tile], scores, first_row, token, shared):
                     scores[place] = ptx.select(hidden, -Float32.inf, scores[place])
 
 
+def _places(row: int) -> list[list[int]]:
+    """Where a thread keeps a row's scores, in ``CHAINS`` lists, so that sums and maxima need not wait for each other."""
+    every = [_place(half, pair, row, e) for half in range(2) for pair in range(GROUPS) for e in range(2)]
+    return [every[chain::CHAINS] for chain in range(CHAINS)]
+
+
 @cute.jit
-def _find_tops(scores):
+def _find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales):
     """The step's top of each of this thread's rows."""
     tops = []
     for row in cutlass.range_constexpr(2):
-        most = Float32(NOTHING)
-        for half in cutlass.range_constexpr(2):
-            for pair in cutlass.range_constexpr(GROUPS):
-                for e in cutlass.range_constexpr(2):
-                    most = ptx.maximum(most, scores[_place(half, pair, row, e)])
+        most = [functools.reduce(ptx.maximum, [scores[place] for place in chain]) for chain in _places(row)]
+        most = functools.reduce(ptx.maximum, most)
         for distance in cutlass.range_constexpr(2):
             most = ptx.maximum(most, ptx.exchange(most, 1 << distance))
-        tops.append(below(most))
+        tops.append(below(ptx.maximum(most * row_scales[row], Float32(NOTHING)), BELOW[tile.cache]))
     return tops
 
 
 @cute.jit
-def _raise_references(tops, references, sums, outputs):
+def _raise_references(tile: cutlass.Constexpr[Tile], tops, references, sums, outputs):
     """Raise this thread's references where the step is too far above; the lanes of a row do the same."""
-    if ptx.maximum(tops[0] - references[0], tops[1] - references[1]) > Float32(FAR):
+    far = Float32(FAR[tile.cache] / LOG2E)
+    if ptx.maximum(tops[0] - references[0], tops[1] - references[1]) > far:
         for row in cutlass.range_constexpr(2):
             new = ptx.maximum(references[row], tops[row])
             factor = ptx.exp2((references[row] - new) * Float32(LOG2E))
@@ -163,77 +217,46 @@ def _raise_references(tops, references, sums, outputs):
 
 
 @cute.jit
-def _add_probabilities(tile: cutlass.Constexpr[Tile], scores, tops, factors, sums):
-    """Turn scores into probabilities, and add them up; whether e4m3 needs a finer term of them.
-
-    That is where few tokens of a step outweigh all others; see :func:`.cute_softmax.add_probabilities`. They may be the
-    first of a context, so tokens of the step's first half are told from the others.
-    """
-    are_few = Int32(0)
+def _probabilities(tile: cutlass.Constexpr[Tile], scores, row_scales, references, sums):
+    """Probabilities as operands of the outputs, four words for each product; they are added to ``sums``."""
+    scales = cute.make_rmem_tensor((2,), Float32)
+    powers = cute.make_rmem_tensor((2,), Float32)
+    for row in cutlass.range_constexpr(2):
+        scales[row], powers[row] = row_scales[row] * Float32(LOG2E), references[row] * Float32(LOG2E)
+    if ptx.maximum(ptx.magnitude(powers[0]), ptx.magnitude(powers[1])) > Float32(LARGE):
+        # Neither may a logit become infinite, nor a power be rounded to another: subtract first.
+        for row in cutlass.range_constexpr(2):
+            for chain in _places(row):
+                for place in chain:
+                    scores[place] = (scores[place] * row_scales[row] - references[row]) * Float32(LOG2E)
+            scales[row], powers[row] = Float32(1.0), Float32(0.0)
     for row in cutlass.range_constexpr(2):
         found = []
-        for first in cutlass.range_constexpr(0, GROUPS, GROUPS // 2):
-            part = Float32(0.0)
-            for half in cutlass.range_constexpr(2):
-                for pair in cutlass.range_constexpr(first, first + GROUPS // 2):
-                    for e in cutlass.range_constexpr(2):
-                        place = _place(half, pair, row, e)
-                        scores[place] = ptx.exp2((scores[place] - tops[row]) * Float32(LOG2E))
-                        part = part + scores[place]
-            found.append(part)
-            if cutlass.const_expr(tile.is_e4m3):
-                # Nothing at all is what tokens give that a row does not see.
-                if part < Float32(LOW) and part > Float32(0.0):
-                    are_few = Int32(1)
-        sums[row] = ptx.multiply_add(found[0] + found[1], factors[row], sums[row])
-    return are_few
-
-
-def _operands(tile: Tile, probabilities: Any, finer: bool, lane: Any) -> list[Any]:
-    """Probabilities as operands of the outputs: four words for each product."""
-    if not tile.is_e4m3:
-        pack = ptx.pack_bfloat16 if tile.cache == "bf16" else ptx.pack_float16
-        return [
-            pack(*(probabilities[_place(half, pair, row, e)] for e in range(2)))
-            for pair in range(GROUPS)
-            for half in range(2)
-            for row in range(2)
-        ]
-    # Lane t of four needs tokens 4 t to 4 t + 3 of 16, which two lanes hold in half of a word each.
-    source = (lane & 28) | ((lane & 1) << 1)
-    order = ptx.select(lane & 2, 0x7632, 0x5410, Int32)
-    shifts, count = ((0, 10, 0), 2) if finer else ((0,), 2)
-    terms: list[list[Any]] = [[] for _ in range(count)]
-    for pair in range(GROUPS):
-        for row in range(2):
-            four = [probabilities[_place(half, pair, row, e)] for half in range(2) for e in range(2)]
-            found = ptx.split_probabilities(four, shifts, count)
-            for term, word in zip(terms, found, strict=True):
-                low, high = ptx.from_lane(word, source), ptx.from_lane(word, source + 1)
-                term.append(ptx.permute_bytes(low, high, order))
-    # The small numbers first, as in the scores.
-    return [word for term in reversed(terms) for word in term]
+        for chain in _places(row):
+            for place in chain:
+                scores[place] = ptx.exp2(ptx.multiply_add(scores[place], scales[row], -powers[row]))
+            found.append(functools.reduce(operator.add, [scores[place] for place in chain]))
+        sums[row] = sums[row] + functools.reduce(operator.add, found)
+    pack = ptx.pack_bfloat16 if cutlass.const_expr(tile.cache == "bf16") else ptx.pack_float16
+    return [
+        pack(*(scores[_place(half, pair, row, e)] for e in range(2)))
+        for pair in range(GROUPS)
+        for half in range(2)
+        for row in range(2)
+    ]
 
 
 @cute.jit
-def _add_outputs(
-    tile: cutlass.Constexpr[Tile], outputs, probabilities, factors, finer: cutlass.Constexpr[bool], stage, lane, shared
-):  # fmt: skip
-    """``outputs += factor * probabilities times values of a stage``, or only what is ``finer`` in e4m3."""
-    operands = _operands(tile, probabilities, finer, lane)
-    values = ptx.descriptor(shared + tile.places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
-    pieces = 2  # of 16 bytes, of one product's K
-    steps = [(0, i * tile.value_leading) for i in range(0, STEP // tile.tokens_of_piece, pieces)]
-    steps = steps * (len(operands) // (4 * len(steps)))
-    scale = [factor * Float32(2.0**-10) for factor in factors] if cutlass.const_expr(finer) else factors
-    # Where probabilities are still needed, half of the elements at a time for want of registers.
-    width = ROWS_DIM // 2 if finer else ROWS_DIM
-    for begin in cutlass.range_constexpr(0, ROWS_DIM, width):
-        products = [(a, b + begin * 16) for a, b in steps]
-        found = ptx.multiply(tile.kind, width, operands, values, (0, CORE), [products])
-        for k in cutlass.range_constexpr(width // 2):
-            place = begin // 2 + k
-            outputs[place] = ptx.multiply_add(found[k], scale[(k >> 1) & 1], outputs[place])
+def _start_outputs(tile: cutlass.Constexpr[Tile], outputs, probabilities, at):
+    """Start ``outputs += probabilities times values``, which lie at ``at``."""
+    values = ptx.descriptor(at, ROWS_DIM * 16)
+    products = [(0, piece * (ROWS_DIM * 16)) for piece in range(0, STEP // PIECE, 2)]
+    before = [outputs[k] for k in range(ROWS_DIM // 2)]
+    found = ptx.multiply(
+        tile.value_kind, ROWS_DIM, probabilities, values, (0, CORE), [products], False, before, is_waited_for=False
+    )  # fmt: skip
+    for k in cutlass.range_constexpr(ROWS_DIM // 2):
+        outputs[k] = found[k]
 
 
 @cute.jit
@@ -253,6 +276,9 @@ def _merge_warpgroups(
     mine = [ptx.select(group, high, low) for low, high in pairs]
     # Each thread's vectors lie one after the other, and those of its number in the other warpgroup are its own.
     exchange = shared + tile.places.own + thread * 16
+    if cutlass.const_expr(tile.widens):
+        # All of the warpgroup's warps have multiplied the values that lie there.
+        ptx.sync(GROUP_BARRIER + group, 128)
     stats = shared + tile.places.references + thread * 8
     for k in cutlass.range_constexpr(0, in_row, 4):
         sent = [ptx.select(group, low, high) for low, high in pairs[k : k + 4]]

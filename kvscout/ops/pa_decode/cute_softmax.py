@@ -1,7 +1,7 @@
 """Softmax: each step has a reference of its own, so that its probabilities lie where few bits tell them apart.
 
-A probability is ``exp(score - top)``, and ``top`` is the step's largest score of the row less ``BELOW``: none is above
-2^8, which e4m3 holds. Values that have a scale each are multiplied by it in the probabilities, so the logarithm of the
+A probability is ``exp(score - top)``, and ``top`` is so much below the step's largest score of the row that none is
+above 2^8, which e4m3 holds. Values that have a scale each are multiplied by it in the probabilities, so the logarithm of the
 scale is part of the score, and the sums take it out again. Sums and outputs are relative to the row's ``reference``,
 the ``top`` of its first step, which is raised if floats would overflow. Differences are taken before they are scaled to
 base 2: large logits do not overflow.
@@ -21,9 +21,9 @@ from .cute_tile import CORE, Tile
 LOG2E = math.log2(math.e)
 NOTHING = -3.4028234663852886e38
 """The reference of a row that has seen no token: the least float."""
-BELOW = 8 / LOG2E
-MOST_BELOW = 8.5 / LOG2E
-"""What e4m3 holds, 448 being the most, has room for no more."""
+BELOW = 8
+"""What e4m3 holds, 448 being the most, has room for no more than half a power of two above."""
+SPARE = 0.5
 FAR = 32 / LOG2E
 """How far a step's top may be above the row's reference."""
 LOW = 2.0**-2
@@ -74,15 +74,15 @@ def find_tops(tile: cutlass.Constexpr[Tile], scores, tops, group, warp, lane, sh
         found = [ptx.shared_load(at + i * per_warp + columns_at(quad, lane), Float32, 4) for i in range(4)]
         for c in cutlass.range_constexpr(4):
             most = ptx.maximum(ptx.maximum(found[0][c], found[1][c]), ptx.maximum(found[2][c], found[3][c]))
-            tops[4 * quad + c] = below(ptx.maximum(most, Float32(NOTHING)))
+            tops[4 * quad + c] = below(ptx.maximum(most, Float32(NOTHING)), BELOW)
 
 
 @cute.jit
-def below(most):
-    """A top for a largest score: ``BELOW`` less, or as much where floats are so far apart that it would be more."""
-    top = most - Float32(BELOW)
+def below(most, bits: cutlass.Constexpr[float]):
+    """A top for a largest score: ``bits`` powers of two less, or as much where floats are so far apart that it is more."""
+    top = most - Float32(bits / LOG2E)
     is_far = Int32(0)
-    if most - top > Float32(MOST_BELOW):
+    if most - top > Float32((bits + SPARE) / LOG2E):
         is_far = Int32(1)
     return ptx.select(is_far, most, top)
 

@@ -15,7 +15,8 @@ each page make eight of the 64 rows.
 
 With many query rows it is the other way round: ``S = Q K^T`` and ``O = P V``, each warpgroup on alternate steps, with
 probabilities in registers (see :mod:`.cute_rows`). The operands lie as they do above. There a product of so many
-columns would be so much softmax that it and not memory would take the time.
+columns would be so much softmax that it and not memory would take the time. So many probabilities would also take long
+to become sums of e4m3 numbers: instead further warps make the step's values float16 (see :mod:`.cute_widening`).
 
 Caches of other layouts are copied in pieces of 16 bytes, whatever their pages, to what chunked caches with pages of 128
 would make. Values that lie token by token stay so if they have 16 bits, as such operands may: their core matrices are
@@ -36,9 +37,10 @@ WARPGROUPS = 2
 """Warpgroups that multiply; four more warps load, two for keys and two for values."""
 MATH_THREADS = 128 * WARPGROUPS
 LOAD_THREADS = 128
+WIDEN_THREADS = 128
+"""Where e4m3 values become float16, threads that do this."""
 MATH_BARRIER = 3
 """The named barrier of all multiplying warps when they begin; the warpgroups' own are 1 and 2."""
-THREADS = MATH_THREADS + LOAD_THREADS
 CORE = 128
 """Bytes of a core matrix."""
 ROWS_DIM = 128
@@ -50,6 +52,7 @@ REDUCE_THREADS = 128
 REDUCE_FEW = 8
 """Partial results that a warp of the merge adds up by itself."""
 E4M3 = "e4m3"
+KINDS = {E4M3: "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "fp16": "k16.f32.f16.f16"}
 CHUNKED, PLAIN_V, TOKEN_MAJOR = "chunked", "plain_v", "token_major"
 """Layouts of a cache; the last is nhd and hnd, which differ in strides."""
 
@@ -60,7 +63,7 @@ class Places(NamedTuple):
     keys: int
     values: int
     queries: int  # B operand
-    own: int  # of each warpgroup: probabilities, a B operand, and in the end the outputs that it leaves to the other
+    own: int  # of each warpgroup: a B operand, probabilities or widened values; in the end, outputs for the other
     finer: int  # what two e4m3 numbers leave of probabilities; of pairs of thread blocks, in their place for a while
     bounds: int  # (low, high) of each row
     row_scales: int
@@ -73,6 +76,8 @@ class Places(NamedTuple):
     full_values: int
     empty_keys: int
     empty_values: int
+    full_wide: int  # a barrier of each warpgroup
+    empty_wide: int
     constants: int  # a word of each warp
     size: int
 
@@ -148,6 +153,16 @@ class Tile:
         return self.cache == E4M3
 
     @property
+    def widens(self) -> bool:
+        """Whether values become float16 before they are multiplied."""
+        return self.is_e4m3 and self.by_rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of a thread block."""
+        return MATH_THREADS + LOAD_THREADS + (WIDEN_THREADS if self.widens else 0)
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of an element of the cache."""
         return 1 if self.is_e4m3 else 2
@@ -197,7 +212,14 @@ class Tile:
         """Those of a multiplying and of a loading thread then: no more than all threads start with, 168 or 80 each."""
         if self.blocks > 1:
             return (104, 24) if self.in_bulk or not self.token_scales else (96, 40)
+        if self.widens:
+            return (200, 40)
         return (240, 24) if self.rows > 32 else (232, 40)
+
+    @property
+    def widening_registers(self) -> int:
+        """Those of a thread that makes values float16."""
+        return 72
 
     @property
     def chains(self) -> int:
@@ -207,7 +229,12 @@ class Tile:
     @property
     def kind(self) -> str:
         """The matrix instruction's shape and types."""
-        return {E4M3: "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "fp16": "k16.f32.f16.f16"}[self.cache]
+        return KINDS[self.cache]
+
+    @property
+    def value_kind(self) -> str:
+        """That of probabilities and values."""
+        return KINDS["fp16" if self.widens else self.cache]
 
     @property
     def tokens_of_piece(self) -> int:
@@ -283,8 +310,9 @@ class Tile:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of a warpgroup's own: of its probabilities, or of half of its outputs."""
-        return max(self.probability_bytes, self.rows // WARPGROUPS * self.dim * 4)
+        """Bytes of a warpgroup's own: of its probabilities, or of half of its outputs, or of a step's wide values."""
+        wide = STEP * self.dim * 2 if self.widens else 0
+        return max(self.probability_bytes, self.rows // WARPGROUPS * self.dim * 4, wide)
 
     @property
     def places(self) -> Places:
@@ -315,6 +343,8 @@ class Tile:
             full_values=take(8 * self.value_stages),
             empty_keys=take(8 * self.stages),
             empty_values=take(8 * self.value_stages),
-            constants=take(4 * THREADS // 32),
+            full_wide=take(8 * WARPGROUPS if self.widens else 0),
+            empty_wide=take(8 * WARPGROUPS if self.widens else 0),
+            constants=take(4 * self.threads // 32),
             size=at,
         )
