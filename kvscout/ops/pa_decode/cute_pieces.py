@@ -1,10 +1,10 @@
 """The four loading warps where pages cannot be copied in bulk: they copy pieces of 16 bytes.
 
-Two warps load keys and two values, each 64 tokens of every step. What lies token by token and stays so, goes to rows of
-an operand with swizzle: eight lanes of a copy read 128 bytes side by side, and write to all banks of shared memory.
-Other pieces get the places that they have in a stage of chunked pages of 128: eight lanes of a copy write side by side,
-which takes all banks once; what the 32 lanes of it read is whole sectors. Zeros take the place of pieces that hold no
-token that a row sees, and of the last one's rest. No copy reads more than the sequence's own tokens.
+Two warps load keys and two values, each 64 tokens of every step. Where an operand has a swizzle, eight lanes of a copy
+read 128 bytes of a token, and write them to one row of 128 bytes, in an order that is the token's. Other pieces get the
+places that they have in a stage of chunked pages of 128: eight lanes of a copy write side by side, and what all lanes
+read is whole sectors. Both take all banks of shared memory once. Zeros take the place of pieces that hold no token that
+a row sees, and of the last one's rest. No copy reads more than the sequence's own tokens.
 
 e4m3 values that lie token by token go through registers: a lane has 16 tokens of 8 or 16 elements, turns each four by
 four bytes, and stores 16 bytes of tokens of each element, in an order that is its own, so that eight lanes write to all

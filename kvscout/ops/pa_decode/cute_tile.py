@@ -18,10 +18,10 @@ probabilities in registers (see :mod:`.cute_rows`). The operands lie as they do 
 columns would be so much softmax that it and not memory would take the time.
 
 Caches of other layouts are copied in pieces of 16 bytes, whatever their pages, to what chunked caches with pages of 128
-would make. 16-bit keys and values that lie token by token stay so, in operands with wgmma's swizzle of 128 bytes, to
-whose rows whole runs of memory can be copied: token t has 128 bytes at 128 t for each 64 elements, the first 64 of all
-tokens before the next, and in them the 16 bytes that would be c-th are at place ``c ^ (t & 7)``. The values so are an
-MN-major operand, which e4m3 ones may not be: these are transposed on the way.
+would make. Keys and values that lie token by token stay so, in operands with wgmma's swizzle of 128 bytes, to whose
+rows whole lines of memory can be copied: the first 128 bytes of token t's elements are at 128 t, those of all tokens
+before the next 128, and in them the 16 bytes that would be c-th are at place ``c ^ (t & 7)``. The values so are an
+MN-major operand, which e4m3 ones may not be: these are transposed on the way. e4m3 keys of 64 bytes get no swizzle.
 
 A thread of the first kind holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered
 ``c = 2 j + e``.
@@ -145,8 +145,8 @@ class Tile:
 
     @property
     def are_keys_swizzled(self) -> bool:
-        """Whether keys make an operand with swizzle."""
-        return self.layout == TOKEN_MAJOR and not self.is_e4m3
+        """Whether keys make an operand with swizzle: where they lie token by token, in runs that are long enough."""
+        return self.layout == TOKEN_MAJOR and self.dim * self.element_bytes >= RUN
 
     @property
     def are_values_turned(self) -> bool:
@@ -252,7 +252,9 @@ class Tile:
 
     @property
     def key_leading(self) -> int:
-        """Bytes from one 16-byte chunk of keys without swizzle to the next."""
+        """Bytes from one 16-byte chunk of keys to the next; with swizzle, of 128 bytes, and before it."""
+        if self.are_keys_swizzled:
+            return 16
         return (self.page if self.by_page else STEP) * 16
 
     @property
@@ -266,10 +268,10 @@ class Tile:
         return self.page_bytes if self.by_page else 2 * self.key_eight
 
     def key_chunk(self, chunk: int) -> int:
-        """Bytes from a token's first 16-byte chunk of keys to another, but for a swizzle."""
+        """Bytes from a token's first 16-byte chunk of keys to another; before a swizzle."""
         if self.are_keys_swizzled:
-            run, in_run = divmod(chunk * 16, RUN)
-            return run * STEP * RUN + in_run
+            run, chunk = divmod(chunk, RUN // 16)
+            return run * STEP * RUN + chunk * self.key_leading
         return chunk * self.key_leading
 
     @property
