@@ -139,6 +139,18 @@ def copy_16(shared: Any, source: Any, size: Any) -> None:
     ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", (), [(Int32, shared), (Int64, source), (Int32, size)])
 
 
+def copy_16_or_zeros(shared: Any, source: Any, flags: Any, flag: int) -> None:
+    """Start copying 16 bytes from global memory, or as many zeros where ``flags`` lack the bit ``flag``."""
+    text = f"""{{
+        .reg .pred p;
+        .reg .b32 t;
+        and.b32 t, $2, {flag};
+        setp.eq.u32 p, t, 0;
+        cp.async.cg.shared.global [$0], [$1], 16, p;
+    }}"""
+    ptx(text, (), [(Int32, shared), (Int64, source), (Int32, flags)])
+
+
 def copy_4(shared: Any, source: Any, valid: Any) -> None:
     """Start copying 4 bytes from global memory, or a zero where ``valid`` is 0."""
     ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", (), [(Int32, shared), (Int64, source), (Int32, valid * 4)])
@@ -331,27 +343,32 @@ WAIT = "wgmma.wait_group.sync.aligned 0;"
 
 
 def descriptor(shared: Any, leading: int) -> Any:
-    """Low word of an operand's descriptor: where it begins, and the bytes from one core matrix to the next along K."""
+    """Low word of an operand's descriptor: where it begins, and the bytes from one core matrix to the next along K.
+
+    With a swizzle a K-major operand needs no such number, and an MN-major one's is from 64 rows to the next.
+    """
     return ((shared & SHARED_ADDRESS) >> 4) | (leading >> 4 << 16)
 
 
 def multiply(
     kind: str, columns: int, a: Any, b: Any, strides: tuple[int, int], chains: Sequence[Sequence[tuple[int, int]]],
-    turned: bool = False, added_to: Sequence[Any] = (), is_waited_for: bool = True,
+    turned: bool = False, swizzled: bool = False, added_to: Sequence[Any] = (), is_waited_for: bool = True,
 ) -> Any:  # fmt: skip
     """Start sums of wgmma products, of 64 x ``columns`` each, and wait for them: their accumulators.
 
     All in one block of text whose accumulators are its outputs: ptxas finds nothing that touches them meanwhile, which
-    it would have to serialise. Operands are K-major without swizzle, or A is MN-major.
+    it would have to serialise. Operands are K-major without swizzle, unless A is said to be otherwise.
 
     Args:
         kind: the end of the instruction's name, such as "k16.f32.bf16.bf16".
         columns: N.
         a: low descriptor word of A, or a list of the registers of each of a sum's products: four of each.
         b: low descriptor word of B.
-        strides: bytes from 8 rows to the next 8 of A, and of B.
+        strides: bytes from 8 rows to the next 8 of A, or from 8 of K if it is MN-major and swizzled; and of B.
         chains: for each sum, the bytes from A and from B to those of each of its products.
         turned: whether A, of 16-bit elements, is MN-major: its core matrices are eight of K, of 16 bytes of rows each.
+        swizzled: whether A has the swizzle of 128 bytes: bits 7 to 9 of an address flip bits 4 to 6. Its atoms, eight
+            rows of 128 bytes of K or eight of K of 128 bytes of rows, begin at multiples of 1024 bytes.
         added_to: accumulators that the sums are added to, or none.
         is_waited_for: whether to wait; else the results must not be touched before :func:`multiply_wait`, or before
             another call that waits.
@@ -365,7 +382,7 @@ def multiply(
     lines = [
         "{.reg .b32 t, ha, hb; .reg .b64 da, db; .reg .pred first, then;",
         "setp.ne.b32 first, 0, 0; setp.eq.b32 then, 0, 0;",
-        f"mov.b32 ha, {strides[0] >> 4}; mov.b32 hb, {strides[1] >> 4};",
+        f"mov.b32 ha, {strides[0] >> 4 | swizzled << 30}; mov.b32 hb, {strides[1] >> 4};",
         "wgmma.fence.sync.aligned;",
     ]
     # Whether A and B are transposed, of which only 16-bit types have a choice, and A only in shared memory.

@@ -1,9 +1,10 @@
 """The four loading warps where pages cannot be copied in bulk: they copy pieces of 16 bytes.
 
-Each piece gets the place that it has in a stage of chunked pages of 128. Two warps load keys and two values, each 64
-tokens of every step. Eight lanes of a copy write side by side, which takes all banks of shared memory once; what the
-32 lanes of it read is whole sectors. Zeros take the place of pieces that hold no token that a row sees, and of the last
-one's rest. No copy reads more than the sequence's own tokens.
+Two warps load keys and two values, each 64 tokens of every step. Where an operand has a swizzle, eight lanes of a copy
+read 128 bytes of a token, and write them to one row of 128 bytes, in an order that is the token's. Other pieces get the
+places that they have in a stage of chunked pages of 128: eight lanes of a copy write side by side, and what all lanes
+read is whole sectors. Both take all banks of shared memory once. Zeros take the place of pieces that hold no token that
+a row sees, and of the last one's rest. No copy reads more than the sequence's own tokens.
 
 e4m3 values that lie token by token go through registers: a lane has 16 tokens of 8 or 16 elements, turns each four by
 four bytes, and stores 16 bytes of tokens of each element, in an order that is its own, so that eight lanes write to all
@@ -18,10 +19,12 @@ from cutlass import Int32, Int64
 
 from ...kernels.cute import ptx
 from .cute_loads import load_scales
-from .cute_tile import CORE, STEP, Tile
+from .cute_tile import CORE, RUN, STEP, Tile
 
 HALF = STEP // 2
 """Tokens of a step that a warp loads."""
+LEAST_PAGE = 16
+"""The fewest tokens of a page."""
 
 
 @cute.jit
@@ -51,11 +54,14 @@ def produce_pieces(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work
             ptx.barrier_wait(empty + 8 * stage, phase)
         at_stage = shared + stage * tile.stage_bytes
         if is_values == 0:
-            _copy_tokens(
-                tile, first_token, half, lane, block_id, at_stage + places.keys,
-                data.keys + Int64(work.kv_head) * data.key_head, data.key_block, data.key_token, data.key_chunk, data,
-                work,
-            )  # fmt: skip
+            source = data.keys + Int64(work.kv_head) * data.key_head
+            to = at_stage + places.keys
+            if cutlass.const_expr(tile.are_keys_swizzled):
+                _copy_runs(
+                    tile, first_token, half, lane, block_id, to, source, data.key_block, data.key_token, data, work
+                )  # fmt: skip
+            else:
+                _copy_keys(tile, first_token, half, lane, block_id, to, source, data, work)
             if cutlass.const_expr(tile.token_scales):
                 load_scales(
                     tile, first_token, stage, half, lane, block_id, data.page_bits, 0, shared, data, work
@@ -74,9 +80,8 @@ def produce_pieces(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work
                 ptx.fence_async_shared()
                 ptx.barrier_arrive(full + 8 * stage)
             elif cutlass.const_expr(tile.are_values_turned):
-                _copy_tokens(
-                    tile, first_token, half, lane, block_id, to, source, data.value_block, data.value_pitch, Int64(16),
-                    data, work,
+                _copy_runs(
+                    tile, first_token, half, lane, block_id, to, source, data.value_block, data.value_pitch, data, work
                 )  # fmt: skip
                 ptx.barrier_arrive_after_copies(full + 8 * stage)
             else:
@@ -103,24 +108,46 @@ def _block_of(first_token, lane, first_page, end_page, table, steps_left, data):
 
 
 @cute.jit
-def _copy_tokens(
-    tile: cutlass.Constexpr[Tile], first_token, half, lane, block_id, to, source, block, token_step, chunk_step, data,
-    work,
+def _copy_runs(
+    tile: cutlass.Constexpr[Tile], first_token, half, lane, block_id, to, source, block, token_step, data, work
 ):  # fmt: skip
-    """Start copying 64 tokens, eight at a time: a lane has one of these, and each fourth chunk of it."""
+    """Start copying 64 tokens' keys or values, 512 bytes at a time: of one token, or of several, each by its lanes."""
+    lanes = min(tile.chunks, 32)
+    at_once = 32 // lanes
+    chunk, place = lane & (lanes - 1), lane >> (lanes.bit_length() - 1)
+    lies_at = to + (chunk >> 3) * (STEP * RUN) + (half * HALF + place) * RUN + ((chunk & 7) ^ place) * 16
+    source = source + Int64(place) * token_step + Int64(chunk * 16)
+    # Each 16 tokens are of one page.
+    for in_half in cutlass.range(0, HALF, LEAST_PAGE, unroll=1):
+        token = first_token + in_half
+        its_block = Int64(ptx.from_lane(block_id, in_half >> data.page_bits))
+        in_page = Int64(token & ((Int32(1) << data.page_bits) - 1))
+        at = source + its_block * block + in_page * token_step
+        # A bit for each token from the lane's first one on: whether any row sees it.
+        low = cutlass.min(cutlass.max(work.lowest - (token + place), 0), LEAST_PAGE)
+        high = cutlass.min(cutlass.max(work.highest - (token + place), 0), LEAST_PAGE)
+        seen = (Int32(1) << high) - (Int32(1) << low)
+        for i in cutlass.range_constexpr(0, LEAST_PAGE, at_once):
+            ptx.copy_16_or_zeros((lies_at ^ (i % 8 * 16)) + i * RUN, at + i * token_step, seen, 1 << i)
+        lies_at = lies_at + LEAST_PAGE * RUN
+
+
+@cute.jit
+def _copy_keys(tile: cutlass.Constexpr[Tile], first_token, half, lane, block_id, to, source, data, work):
+    """Start copying 64 tokens' keys, eight at a time: a lane has one of these, and each fourth chunk of it."""
     chunk = lane >> 3
     for g in cutlass.range(HALF // 8, unroll=1):
         in_half = g * 8 + (lane & 7)
         token = first_token + in_half
         its_block = Int64(ptx.from_lane(block_id, (g * 8) >> data.page_bits))
         in_page = Int64(token & ((Int32(1) << data.page_bits) - 1))
-        at = source + its_block * block + in_page * token_step + Int64(chunk) * chunk_step
+        at = source + its_block * data.key_block + in_page * data.key_token + Int64(chunk) * data.key_chunk
         size = Int32(0)
         if token >= work.lowest and token < work.highest:
             size = Int32(16)
         lies_at = to + chunk * tile.key_leading + (half * HALF + in_half) * 16
         for k in cutlass.range_constexpr(tile.chunks // 4):
-            ptx.copy_16(lies_at + 4 * k * tile.key_leading, at + 4 * k * chunk_step, size)
+            ptx.copy_16(lies_at + 4 * k * tile.key_leading, at + 4 * k * data.key_chunk, size)
 
 
 @cute.jit

@@ -8,7 +8,6 @@ of e4m3 are widened for them.
 """
 
 import functools
-import operator
 
 import cutlass
 import cutlass.cute as cute
@@ -29,12 +28,13 @@ PIECE = 8
 TURN_BARRIER = 4
 """The first of the warpgroups' named barriers where they wait for their turn to multiply."""
 LARGE = 1024.0
-"""A logit to base 2 from which on a float has too few bits for its fraction."""
+"""A logit to base 2 above which a float has too few bits for its fraction."""
+BELOW = 9
+"""Powers of two by which the top is below the largest score: sums stay below ``MOST`` if all scores are as large."""
+MOST = 60000.0
+"""What the probabilities of a thread's tokens may add up to: float16 holds no more."""
 CHAINS = 4
-BELOW = {"e4m3": 12, "bf16": 8, "fp16": 12}
-"""Powers of two by which the top is below the largest score; see :data:`FAR`."""
-FAR = {"e4m3": 3, "bf16": 32, "fp16": 3}
-"""How far a step's top may be above the row's reference: float16 probabilities are precise from 2^-14 to 2^15.9."""
+"""Chains in which they are added up, so that none waits long for itself."""
 
 
 @cute.jit
@@ -60,6 +60,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     references = cute.make_rmem_tensor((2,), Float32)
     references.fill(NOTHING)
     scores = cute.make_rmem_tensor((STEP // 2,), Float32)
+    operands = cute.make_rmem_tensor((STEP // 4,), Int32)
     full_keys, full_values = shared + places.full_keys, shared + places.full_values
     empty_keys, empty_values = shared + places.empty_keys, shared + places.empty_values
     full_wide, empty_wide = shared + places.full_wide + 8 * group, shared + places.empty_wide + 8 * group
@@ -84,8 +85,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
         token = (work.first_step + i) * STEP
         if token < work.all_low or token + STEP > work.all_high:
             _mask(tile, scores, first_row, token + 2 * (lane & 3), shared)
-        _raise_references(tile, _find_tops(tile, scores, row_scales), references, sums, outputs)
-        operands = _probabilities(tile, scores, row_scales, references, sums)
+        _find_probabilities(tile, scores, row_scales, references, sums, outputs, operands, i >= WARPGROUPS)
         values, used = shared + places.own + group * tile.own_bytes, empty_wide
         if cutlass.const_expr(tile.widens):
             ptx.barrier_wait(full_wide, wide_phase)
@@ -134,7 +134,7 @@ def _pass_turn(left, group):
     """Let the other warpgroup multiply, while this one does softmax, unless that was the last turn of all.
 
     A warpgroup has one turn for its first scores, and then one for the outputs of each of its steps and the scores of
-    its next one. ``left`` is how many steps there are from that next one on; it is negative where the turn was the last.
+    its next one. ``left`` is how many steps there are from that next one on: less than none after the last turn.
     """
     if left >= 0:
         ptx.arrive(TURN_BARRIER + 1 - group, MATH_THREADS)
@@ -183,13 +183,62 @@ def _mask(tile: cutlass.Constexpr[Tile], scores, first_row, token, shared):
 
 
 def _places(row: int) -> list[list[int]]:
-    """Where a thread keeps a row's scores, in ``CHAINS`` lists, so that sums and maxima need not wait for each other."""
+    """Where a thread keeps a row's scores, in ``CHAINS`` lists."""
     every = [_place(half, pair, row, e) for half in range(2) for pair in range(GROUPS) for e in range(2)]
     return [every[chain::CHAINS] for chain in range(CHAINS)]
 
 
 @cute.jit
-def _find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales):
+def _find_probabilities(
+    tile: cutlass.Constexpr[Tile], scores, row_scales, references, sums, outputs, operands, has_references
+):  # fmt: skip
+    """Probabilities of a step as operands of the outputs, four words for each product; they are added to ``sums``.
+
+    Most steps need no maxima: what probabilities add up to shows that none is too large beside the rows' references.
+    """
+    are_right = Int32(0)
+    found = cute.make_rmem_tensor((2,), Float32)
+    if has_references:
+        scales = [row_scales[row] * Float32(LOG2E) for row in range(2)]
+        powers = [references[row] * Float32(LOG2E) for row in range(2)]
+        _add_up(tile, scores, scales, powers, found, operands)
+        largest = ptx.maximum(ptx.magnitude(powers[0]), ptx.magnitude(powers[1]))
+        if largest <= Float32(LARGE) and found[0] <= Float32(MOST) and found[1] <= Float32(MOST):
+            are_right = Int32(1)
+    if ptx.ballot(are_right) != Int32(-1):
+        _raise_references(_find_tops(scores, row_scales), references, sums, outputs)
+        for half in cutlass.range_constexpr(2):
+            for pair in cutlass.range_constexpr(GROUPS):
+                for row in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        place = _place(half, pair, row, e)
+                        # In this order neither does a logit become infinite, nor a power get rounded to another.
+                        scores[place] = (scores[place] * row_scales[row] - references[row]) * Float32(LOG2E)
+        _add_up(tile, scores, [Float32(1.0)] * 2, [Float32(0.0)] * 2, found, operands)
+    for row in cutlass.range_constexpr(2):
+        sums[row] = sums[row] + found[row]
+
+
+@cute.jit
+def _add_up(tile: cutlass.Constexpr[Tile], scores, scales, powers, found, operands):
+    """What all ``2 ** (score * scale - power)`` of each row are ``found`` to add up to, and they as operands."""
+    pack = ptx.pack_bfloat16 if cutlass.const_expr(tile.cache == "bf16") else ptx.pack_float16
+    for row in cutlass.range_constexpr(2):
+        chains = [Float32(0.0)] * CHAINS
+        for pair in cutlass.range_constexpr(GROUPS):
+            for half in cutlass.range_constexpr(2):
+                two = []
+                for e in cutlass.range_constexpr(2):
+                    power = ptx.multiply_add(scores[_place(half, pair, row, e)], scales[row], -powers[row])
+                    two.append(ptx.exp2(power))
+                    chain = (2 * half + e) % CHAINS
+                    chains[chain] = chains[chain] + two[e]
+                operands[4 * pair + 2 * half + row] = pack(two[0], two[1])
+        found[row] = (chains[0] + chains[1]) + (chains[2] + chains[3])
+
+
+@cute.jit
+def _find_tops(scores, row_scales):
     """The step's top of each of this thread's rows."""
     tops = []
     for row in cutlass.range_constexpr(2):
@@ -197,63 +246,32 @@ def _find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales):
         most = functools.reduce(ptx.maximum, most)
         for distance in cutlass.range_constexpr(2):
             most = ptx.maximum(most, ptx.exchange(most, 1 << distance))
-        tops.append(below(ptx.maximum(most * row_scales[row], Float32(NOTHING)), BELOW[tile.cache]))
+        tops.append(below(ptx.maximum(most * row_scales[row], Float32(NOTHING)), BELOW))
     return tops
 
 
 @cute.jit
-def _raise_references(tile: cutlass.Constexpr[Tile], tops, references, sums, outputs):
-    """Raise this thread's references where the step is too far above; the lanes of a row do the same."""
-    far = Float32(FAR[tile.cache] / LOG2E)
-    if ptx.maximum(tops[0] - references[0], tops[1] - references[1]) > far:
-        for row in cutlass.range_constexpr(2):
-            new = ptx.maximum(references[row], tops[row])
-            factor = ptx.exp2((references[row] - new) * Float32(LOG2E))
-            references[row] = new
-            sums[row] = sums[row] * factor
-            for j in cutlass.range_constexpr(ROWS_DIM // 8):
-                for e in cutlass.range_constexpr(2):
-                    outputs[4 * j + 2 * row + e] = outputs[4 * j + 2 * row + e] * factor
+def _raise_references(tops, references, sums, outputs):
+    """Raise this thread's references to the step's tops; the lanes of a row do the same."""
+    for row in cutlass.range_constexpr(2):
+        new = ptx.maximum(references[row], tops[row])
+        factor = ptx.exp2((references[row] - new) * Float32(LOG2E))
+        references[row] = new
+        sums[row] = sums[row] * factor
+        for j in cutlass.range_constexpr(ROWS_DIM // 8):
+            for e in cutlass.range_constexpr(2):
+                outputs[4 * j + 2 * row + e] = outputs[4 * j + 2 * row + e] * factor
 
 
 @cute.jit
-def _probabilities(tile: cutlass.Constexpr[Tile], scores, row_scales, references, sums):
-    """Probabilities as operands of the outputs, four words for each product; they are added to ``sums``."""
-    scales = cute.make_rmem_tensor((2,), Float32)
-    powers = cute.make_rmem_tensor((2,), Float32)
-    for row in cutlass.range_constexpr(2):
-        scales[row], powers[row] = row_scales[row] * Float32(LOG2E), references[row] * Float32(LOG2E)
-    if ptx.maximum(ptx.magnitude(powers[0]), ptx.magnitude(powers[1])) > Float32(LARGE):
-        # Neither may a logit become infinite, nor a power be rounded to another: subtract first.
-        for row in cutlass.range_constexpr(2):
-            for chain in _places(row):
-                for place in chain:
-                    scores[place] = (scores[place] * row_scales[row] - references[row]) * Float32(LOG2E)
-            scales[row], powers[row] = Float32(1.0), Float32(0.0)
-    for row in cutlass.range_constexpr(2):
-        found = []
-        for chain in _places(row):
-            for place in chain:
-                scores[place] = ptx.exp2(ptx.multiply_add(scores[place], scales[row], -powers[row]))
-            found.append(functools.reduce(operator.add, [scores[place] for place in chain]))
-        sums[row] = sums[row] + functools.reduce(operator.add, found)
-    pack = ptx.pack_bfloat16 if cutlass.const_expr(tile.cache == "bf16") else ptx.pack_float16
-    return [
-        pack(*(scores[_place(half, pair, row, e)] for e in range(2)))
-        for pair in range(GROUPS)
-        for half in range(2)
-        for row in range(2)
-    ]
-
-
-@cute.jit
-def _start_outputs(tile: cutlass.Constexpr[Tile], outputs, probabilities, at):
+def _start_outputs(tile: cutlass.Constexpr[Tile], outputs, operands, at):
     """Start ``outputs += probabilities times values``, which lie at ``at``."""
     values = ptx.descriptor(at, ROWS_DIM * 16)
     products = [(0, piece * (ROWS_DIM * 16)) for piece in range(0, STEP // PIECE, 2)]
     before = [outputs[k] for k in range(ROWS_DIM // 2)]
+    words = [operands[k] for k in range(STEP // 4)]
     found = ptx.multiply(
-        tile.value_kind, ROWS_DIM, probabilities, values, (0, CORE), [products], False, before, is_waited_for=False
+        tile.value_kind, ROWS_DIM, words, values, (0, CORE), [products], added_to=before, is_waited_for=False
     )  # fmt: skip
     for k in cutlass.range_constexpr(ROWS_DIM // 2):
         outputs[k] = found[k]

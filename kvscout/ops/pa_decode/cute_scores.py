@@ -22,7 +22,7 @@ def score(tile: cutlass.Constexpr[Tile], scores, row_scales, key_scales, stage, 
     places = tile.places
     keys = ptx.descriptor(shared + places.keys, tile.key_leading) + stage * (tile.stage_bytes >> 4)
     if cutlass.const_expr(not tile.alternate):
-        keys = keys + group * (CORE >> 4)
+        keys = keys + group * (tile.key_eight >> 4)
     queries = ptx.descriptor(shared + places.queries, tile.query_pitch)
     chunks = 2  # of 16 bytes, of one product's K
     own, per_product = tile.own_columns, tile.columns // 2
@@ -31,11 +31,12 @@ def score(tile: cutlass.Constexpr[Tile], scores, row_scales, key_scales, stage, 
             tile.kind, tile.columns, keys, queries, (tile.key_stride, CORE),
             [
                 [
-                    (half * CORE + i * tile.key_leading, i * tile.query_pitch)
+                    (half * tile.key_eight + tile.key_chunk(i), i * tile.query_pitch)
                     for i in range(0, tile.chunks, chunks)
                 ]
                 for half in range(begin, min(begin + tile.chains, tile.halves))
             ],
+            swizzled=tile.are_keys_swizzled,
         )  # fmt: skip
         for chain in cutlass.range_constexpr(min(tile.chains, tile.halves)):
             for k in cutlass.range_constexpr(2 * own):

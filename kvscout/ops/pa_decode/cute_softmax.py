@@ -1,10 +1,10 @@
 """Softmax: each step has a reference of its own, so that its probabilities lie where few bits tell them apart.
 
 A probability is ``exp(score - top)``, and ``top`` is so much below the step's largest score of the row that none is
-above 2^8, which e4m3 holds. Values that have a scale each are multiplied by it in the probabilities, so the logarithm of the
-scale is part of the score, and the sums take it out again. Sums and outputs are relative to the row's ``reference``,
-the ``top`` of its first step, which is raised if floats would overflow. Differences are taken before they are scaled to
-base 2: large logits do not overflow.
+above 2^8, which e4m3 holds. Values that have a scale each are multiplied by it in the probabilities, so the logarithm
+of the scale is part of the score, and the sums take it out again. Sums and outputs are relative to the row's
+``reference``, the ``top`` of its first step, which is raised if floats would overflow. Differences are taken before
+they are scaled to base 2: large logits do not overflow.
 """
 
 import math
@@ -79,7 +79,7 @@ def find_tops(tile: cutlass.Constexpr[Tile], scores, tops, group, warp, lane, sh
 
 @cute.jit
 def below(most, bits: cutlass.Constexpr[float]):
-    """A top for a largest score: ``bits`` powers of two less, or as much where floats are so far apart that it is more."""
+    """A top for a largest score: ``bits`` powers of two less, or none less where floats are too far apart for that."""
     top = most - Float32(bits / LOG2E)
     is_far = Int32(0)
     if most - top > Float32((bits + SPARE) / LOG2E):

@@ -19,8 +19,10 @@ columns would be so much softmax that it and not memory would take the time. So 
 to become sums of e4m3 numbers: instead further warps make the step's values float16 (see :mod:`.cute_widening`).
 
 Caches of other layouts are copied in pieces of 16 bytes, whatever their pages, to what chunked caches with pages of 128
-would make. Values that lie token by token stay so if they have 16 bits, as such operands may: their core matrices are
-eight tokens of eight elements, at the places of keys. Those of e4m3 are transposed on the way.
+would make. Keys and values that lie token by token stay so, in operands with wgmma's swizzle of 128 bytes, to whose
+rows whole lines of memory can be copied: the first 128 bytes of token t's elements are at 128 t, those of all tokens
+before the next 128, and in them the 16 bytes that would be c-th are at place ``c ^ (t & 7)``. The values so are an
+MN-major operand, which e4m3 ones may not be: these are transposed on the way. e4m3 keys of 64 bytes get no swizzle.
 
 A thread of the first kind holds the columns ``8 j + 2 (lane % 4) + e`` (j < rows / 8, e < 2), which are numbered
 ``c = 2 j + e``.
@@ -43,6 +45,10 @@ MATH_BARRIER = 3
 """The named barrier of all multiplying warps when they begin; the warpgroups' own are 1 and 2."""
 CORE = 128
 """Bytes of a core matrix."""
+RUN = 128
+"""Bytes of a token that lie side by side in an operand with swizzle."""
+ATOM = 8 * RUN
+"""Bytes of eight such tokens, with which the swizzle repeats."""
 ROWS_DIM = 128
 """D where query rows are the rows of products."""
 SHARED_BYTES = 228 << 10
@@ -143,8 +149,13 @@ class Tile:
         return self.layout == TOKEN_MAJOR and self.is_e4m3
 
     @property
+    def are_keys_swizzled(self) -> bool:
+        """Whether keys make an operand with swizzle: where they lie token by token, in runs that are long enough."""
+        return self.layout == TOKEN_MAJOR and self.dim * self.element_bytes >= RUN
+
+    @property
     def are_values_turned(self) -> bool:
-        """Whether values lie token by token in shared memory too, else with tokens side by side."""
+        """Whether values lie token by token in shared memory too, with swizzle, else with tokens side by side."""
         return self.layout == TOKEN_MAJOR and not self.is_e4m3
 
     @property
@@ -268,13 +279,27 @@ class Tile:
 
     @property
     def key_leading(self) -> int:
-        """Bytes from one 16-byte chunk of keys to the next."""
+        """Bytes from one 16-byte chunk of keys to the next; with swizzle, of 128 bytes, and before it."""
+        if self.are_keys_swizzled:
+            return 16
         return (self.page if self.by_page else STEP) * 16
 
     @property
+    def key_eight(self) -> int:
+        """Bytes from the keys of the tokens ``16 g`` to those of the tokens ``16 g + 8``."""
+        return ATOM if self.are_keys_swizzled else CORE
+
+    @property
     def key_stride(self) -> int:
-        """Bytes from the tokens ``16 g`` to the tokens ``16 g + 16``."""
-        return self.page_bytes if self.by_page else 2 * CORE
+        """Bytes from the keys of the tokens ``16 g`` to those of the tokens ``16 g + 16``."""
+        return self.page_bytes if self.by_page else 2 * self.key_eight
+
+    def key_chunk(self, chunk: int) -> int:
+        """Bytes from a token's first 16-byte chunk of keys to another; before a swizzle."""
+        if self.are_keys_swizzled:
+            run, chunk = divmod(chunk, RUN // 16)
+            return run * STEP * RUN + chunk * self.key_leading
+        return chunk * self.key_leading
 
     @property
     def page_bytes(self) -> int:
@@ -285,18 +310,18 @@ class Tile:
     def value_leading(self) -> int:
         """Bytes from a warpgroup's 16 bytes of tokens, or its eight of them, to its next."""
         if self.are_values_turned:
-            return 2 * CORE
+            return 2 * ATOM
         return self.dim * 16 * (1 if self.alternate else WARPGROUPS)
 
     @property
-    def value_stride(self) -> int:
-        """Bytes from eight elements of values to the next eight."""
-        return self.key_leading if self.are_values_turned else CORE
+    def value_part(self) -> int:
+        """Bytes from 64 elements of values to the next 64."""
+        return STEP * RUN if self.are_values_turned else 8 * CORE
 
     @property
     def value_parity(self) -> int:
         """Bytes from where one warpgroup's values of a step begin to where the other's do."""
-        return CORE if self.are_values_turned else self.dim * 16
+        return ATOM if self.are_values_turned else self.dim * 16
 
     @property
     def query_pitch(self) -> int:

@@ -51,7 +51,10 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     float32: wgmma adds up e4m3 products in less precision.
     """
     places = tile.places
-    values = ptx.descriptor(shared + places.values, tile.value_leading) + stage * (tile.stage_bytes >> 4)
+    leading, stride = tile.value_leading, CORE
+    if cutlass.const_expr(tile.are_values_turned):
+        leading, stride = tile.value_part, tile.value_leading
+    values = ptx.descriptor(shared + places.values, leading) + stage * (tile.stage_bytes >> 4)
     if cutlass.const_expr(not tile.alternate):
         values = values + group * (tile.value_parity >> 4)
     stored = shared + (places.finer if finer else places.own)
@@ -61,18 +64,18 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     tokens = STEP if tile.alternate else STEP // WARPGROUPS
     own, per_product = tile.own_columns, tile.columns // 2
     chains = min(tile.chains, tile.dim // 64)
-    half = 64 // 8 * tile.value_stride
     for begin in cutlass.range_constexpr(0, tile.dim // 64, chains):
         found = ptx.multiply(
-            tile.kind, tile.columns, values, probabilities, (tile.value_stride, CORE),
+            tile.kind, tile.columns, values, probabilities, (stride, CORE),
             [
                 [
-                    (part * half + i * tile.value_leading, i * tile.query_pitch)
+                    (part * tile.value_part + i * tile.value_leading, i * tile.query_pitch)
                     for i in range(0, tokens // tile.tokens_of_piece, pieces)
                 ]
                 for part in range(begin, begin + chains)
             ],
-            tile.are_values_turned,
+            turned=tile.are_values_turned,
+            swizzled=tile.are_values_turned,
         )  # fmt: skip
         for chain in cutlass.range_constexpr(chains):
             for k in cutlass.range_constexpr(2 * own):

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
+import torch
 
 import kvscout
 from kvscout.ops.pa_decode import cute_tile
@@ -19,6 +20,8 @@ from tests.ops.mqa_logits.lanes import Int32, _Constexpr
 
 NAN = 0xFF
 """A byte of which elements of each type are NaN."""
+SWIZZLE_128 = 1
+"""The swizzle of 128 bytes, in a descriptor."""
 
 
 class Int64(Int32):
@@ -60,6 +63,16 @@ def _meet(*barrier):
 
 def _exchange(value, distance, kind=Float32):
     return lanes._warp(value)[(lanes._lane.thread & 31) ^ distance]
+
+
+def _ballot(flag):
+    return Int32(np.uint32(sum(1 << i for i, one in enumerate(lanes._warp(flag)) if one)).view(np.int32))
+
+
+def _unpack_e4m3(word):
+    """The four numbers of a word as float16, two a word."""
+    four = torch.tensor([int(word)], dtype=torch.int32).view(torch.float8_e4m3fn).to(torch.float16)
+    return [Int32(pair) for pair in four.view(torch.int32).tolist()]
 
 
 def code_of(name, ptx=None):
@@ -202,6 +215,9 @@ class Memory:
             load_pair_or=lambda address, valid, other: self._load(address, Float32, 2) if valid else other,
             sync=_meet,
             exchange=_exchange,
+            ballot=_ballot,
+            unpack_e4m3=_unpack_e4m3,
+            magnitude=abs,
             maximum=max,
             exp2=np.exp2,
             log2=np.log2,
@@ -215,6 +231,7 @@ class Memory:
             select=lambda flag, x, y, kind=Float32: x if flag else y,
             low_bits=lambda word, count: Int32(np.uint32(int(word) & ((1 << int(count)) - 1)).view(np.int32)),
             copy_16=lambda shared, source, size: self.copy(shared, source, size, 16),
+            copy_16_or_zeros=lambda shared, source, flags, flag: self.copy(shared, source, 16 * bool(flags & flag), 16),
             copy_4=lambda shared, source, valid: self.copy(shared, source, 4 * valid, 4),
             bulk_load=self._bulk,
             barrier_expect=self._expect,
@@ -224,11 +241,11 @@ class Memory:
             barrier_wait=lambda barrier, phase: self.waits.add((lanes._lane.thread // 32, int(barrier), int(phase))),
             from_lane=lambda value, lane, kind=Int32: lanes._warp(value)[lane],
             multiply_add=lambda x, y, z: x * y + z,
-            multiply=lambda *arguments: self._multiply(*arguments),
+            multiply=self._multiply,
         )
         return code
 
-    def _multiply(self, *arguments):
+    def _multiply(self, *arguments, **named):
         """Read the operands A of the text that the device would get; products are zeros."""
         asked = []
         function = instructions()["multiply"]
@@ -237,9 +254,12 @@ class Memory:
             {**instructions(), "ptx": lambda *text: asked.append(text)},
             argdefs=function.__defaults__,
         )
-        code(*arguments)
-        ((text, outputs, inputs),) = asked
-        stride = int(re.search(r"mov.b32 ha, (\d+);", text)[1]) << 4
+        code(*arguments, **named)
+        ((text, outputs, inputs, *_),) = asked
+        high = int(re.search(r"mov.b32 ha, (\d+);", text)[1])
+        # Of the high word: the stride, an offset of where the swizzle's pattern begins, and the swizzle.
+        stride, offset, swizzle = (high & 0x3FFF) << 4, high >> 17 & 7, high >> 30
+        assert offset == 0 and swizzle in (0, SWIZZLE_128)
         low = int(inputs[0][1])
         k16 = "k16" in text
         found = re.findall(r"add.s32 t, \$(\d+), (\d+); mov.b64 da, {t, ha};[^{]*{t, hb};\n(wgmma[^;]*);", text)
@@ -248,7 +268,7 @@ class Memory:
             assert int(register) == len(outputs)
             begin, leading = ((low + int(offset)) & 0x3FFF) << 4, ((low + int(offset)) >> 16 & 0x3FFF) << 4
             turned = k16 and instruction.rpartition(",")[0].rpartition(",")[2].strip() == "1"
-            self.products.append(_operand(self.shared, begin, leading, stride, turned))
+            self.products.append(_operand(self.shared, begin, leading, stride, turned, swizzle))
         return [np.float32(0)] * len(outputs)
 
 
@@ -262,16 +282,26 @@ def _permute_bytes(x, y, selector):
     return Int32(picked.view(np.int32)[0])
 
 
-def _operand(shared, begin, leading, stride, turned):
-    """The 64 rows of a matrix instruction's A, of 32 bytes each; without swizzle.
+def _operand(shared, begin, leading, stride, turned, swizzle):
+    """The 64 rows of a matrix instruction's A, of 32 bytes each.
 
     K-major: eight rows of 16 bytes of K lie together, ``stride`` is from eight rows to the next, ``leading`` from 16
     bytes of K to the next. MN-major, for two-byte elements: eight of K, of eight rows each, lie together, ``stride`` is
     from eight rows to the next, ``leading`` from eight of K to the next.
+
+    With the swizzle eight rows are 128 bytes apart, of which ``begin`` is the first that are taken, and ``leading`` is
+    nothing; or eight of K are, of 64 rows each, ``stride`` is from eight of K to the next and ``leading`` from 64 rows
+    to the next. Bits 7 to 9 of the sum flip bits 4 to 6.
     """
     row, byte = np.mgrid[:64, :32]
+    k = byte // 2
+    if swizzle:
+        if turned:
+            at = begin + row // 64 * leading + row % 64 * 2 + k // 8 * stride + k % 8 * 128 + byte % 2
+        else:
+            at = begin + row // 8 * stride + row % 8 * 128 + byte
+        return shared[at ^ (at >> 7 & 7) << 4]
     if turned:
-        k = byte // 2
         at = row // 8 * stride + row % 8 * 2 + k // 8 * leading + k % 8 * 16 + byte % 2
     else:
         at = row // 8 * stride + row % 8 * 16 + byte // 16 * leading + byte % 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvscout.kernels.cute import toolchain
-from kvscout.ops.pa_decode.cute_tile import LOAD_THREADS, MATH_THREADS, STEP, THREADS, Tile
+from kvscout.ops.pa_decode.cute_tile import LOAD_THREADS, MATH_THREADS, STEP, WIDEN_THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import CACHES, VARIANT
 
 pytestmark = [
@@ -90,32 +90,40 @@ def test_nothing_spills_and_matrix_instructions_are_not_serialised(programs):
         for kernel in (made.decode, made.reduce):
             assert kernel.stack == 0, made.tile.name
             assert kernel.places("LDL", "STL") == [], made.tile.name
-        assert made.decode.registers * THREADS <= REGISTERS, made.tile.name
+        assert made.decode.registers * made.tile.threads <= REGISTERS, made.tile.name
         if made.tile.moves_registers:
             # Warps that asked for more than there are would wait for ever.
             math, load = made.tile.registers
-            assert MATH_THREADS * math + LOAD_THREADS * load <= made.decode.registers * THREADS, made.tile.name
-        assert len(made.decode.places("USETMAXREG")) == 2 * made.tile.moves_registers, made.tile.name
+            asked = MATH_THREADS * math + LOAD_THREADS * load
+            if made.tile.widens:
+                asked += WIDEN_THREADS * made.tile.widening_registers
+            assert asked <= made.decode.registers * made.tile.threads, made.tile.name
+        roles = 2 * made.tile.moves_registers + made.tile.widens
+        assert len(made.decode.places("USETMAXREG")) == roles, made.tile.name
 
 
 def test_products_are_as_many_matrix_instructions_as_they_need(programs):
     for made in programs:
         tile = made.tile
-        k, word = (32, "QGMMA") if tile.is_e4m3 else (16, "HGMMA")
-        places = made.decode.places(word)
+        k = 32 if tile.is_e4m3 else 16
+        places = made.decode.places("QGMMA", "HGMMA")
         if tile.by_rows:
-            # Two halves of a step's tokens, then its values; each number of a sum, and of probabilities one more.
-            parts = 2 if tile.is_e4m3 else 1
-            # That is of as many numbers, for half of the elements at a time.
-            scores, outputs, finer = 2 * parts * (tile.dim // k), parts * (STEP // k), 4 * tile.is_e4m3 * (STEP // k)
-            columns = [*[64] * (scores + finer), *[tile.dim] * outputs]
+            # The scores of the first step and of the next ones: two halves of a step's tokens, of each number of a sum.
+            scores = 2 * 2 * (2 if tile.is_e4m3 else 1) * (tile.dim // k)
+            # Probabilities and values have 16 bits.
+            columns = [*[(64, k)] * scores, *[(tile.dim, 16)] * (STEP // 16)]
         else:
             # Outputs of probabilities, and where they are e4m3 of their finer terms.
             scores = tile.halves * (tile.dim // k)
             outputs = tile.dim // 64 * (tile.halves * 64 // k) * (1 + tile.is_e4m3)
-            columns = [tile.columns] * (scores + outputs)
-        found = [re.search(rf"64x(\d+)x{k}", made.decode.opcodes[place]) for place in places]
-        assert Counter(int(shape[1]) for shape in found) == Counter(columns), tile.name
+            columns = [(tile.columns, k)] * (scores + outputs)
+        found = [re.search(r"([QH]GMMA)[.]64x(\d+)x(\d+)", made.decode.opcodes[place]) for place in places]
+        assert Counter((int(shape[2]), int(shape[3])) for shape in found) == Counter(columns), tile.name
+        assert all((shape[1] == "QGMMA") == (shape[3] == "32") for shape in found), tile.name
+        if tile.by_rows:
+            # A step's outputs and the next one's scores are under way together.
+            first, second = (made.decode.places("WARPGROUP.DEPBAR")[i] for i in range(2))
+            assert len([place for place in places if first < place < second]) == len(columns) - scores // 2, tile.name
         assert made.decode.places("HMMA", "IMMA") == [], tile.name
 
 

@@ -160,11 +160,17 @@ def check_copies(loaded):
     for at_once in itertools.chain(*(zip(*of_warp, strict=True) for of_warp in stores)):
         for quarter in range(0, 32, 8):
             assert len({shared // 16 % 8 for shared in at_once[quarter : quarter + 8]}) == 8
-    for of_warp in pieces:
+    for warp, of_warp in enumerate(pieces):
+        is_swizzled = tile.are_keys_swizzled if warp < 2 else tile.are_values_turned
         for at_once in zip(*of_warp, strict=True):
             for quarter in range(0, 32, 8):
                 # Once around the banks of shared memory.
                 assert len({shared // 16 % 8 for shared, _, _ in at_once[quarter : quarter + 8]}) == 8
+                if is_swizzled:
+                    # A whole line of memory.
+                    first = at_once[quarter][1]
+                    read = [source for _, source, _ in at_once[quarter : quarter + 8]]
+                    assert first % 128 == 0 and read == list(range(first, first + 128, 16))
             if all(size == 16 for _, _, size in at_once):
                 read = {source for _, source, _ in at_once}
                 assert all(source ^ 16 in read for source in read)
