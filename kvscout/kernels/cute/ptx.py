@@ -93,6 +93,18 @@ def barrier_wait(barrier: Any, phase: Any) -> None:
     ptx(text, (), [(Int32, barrier), (Int32, phase)])
 
 
+def barrier_wait_for_cluster(barrier: Any, phase: Any) -> None:
+    """Wait for the end of the phase of this parity, and see what blocks of the cluster wrote with :func:`send`."""
+    text = """{
+        .reg .pred p;
+        WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1;
+        @p bra DONE;
+        bra WAIT;
+        DONE:
+    }"""
+    ptx(text, (), [(Int32, barrier), (Int32, phase)])
+
+
 def sync(barrier: Any, threads: int) -> None:
     """Meet at a named barrier."""
     ptx(f"bar.sync $0, {threads};", (), [(Int32, barrier)])
@@ -197,6 +209,32 @@ def shared_store(address: Any, values: Sequence[Any], kind: Any = Int32) -> None
     registers = ",".join(f"${i}" for i in range(1, count + 1))
     vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
     ptx(f"st.shared{vector}.b32 [$0], {registers};", (), [(Int32, address), *[(kind, value) for value in values]])
+
+
+def shared_load_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
+    """As many floats of shared memory as ``default`` has, read as a vector, or those where ``valid`` is 0."""
+    count = len(default)
+    registers = ",".join(f"${i}" for i in range(count))
+    moves = " ".join(f"mov.b32 ${i}, ${count + 2 + i};" for i in range(count))
+    vector = f"@p ld.shared.v{count}.b32 {{{registers}}}, [${count}];"
+    text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {moves} {vector}}}"
+    return ptx(text, (Float32,) * count, [(Int32, address), (Int32, valid), *[(Float32, x) for x in default]])
+
+
+def address_in_block(address: Any, rank: Any) -> Any:
+    """Where an address of shared memory lies in the block of this rank in the cluster."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", (Int32,), [(Int32, address), (Int32, rank)], False)
+
+
+def send(address: Any, values: Sequence[Any], barrier: Any) -> None:
+    """Start storing 2 or 4 floats in another block's shared memory; a barrier there counts the bytes."""
+    count = len(values)
+    registers = ",".join(f"${i}" for i in range(1, count + 1))
+    ptx(
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{count}.f32 [$0], {{{registers}}}, [${count + 1}];",
+        (),
+        [(Int32, address), *[(Float32, value) for value in values], (Int32, barrier)],
+    )
 
 
 def store_matrices_transposed(address: Any, words: Sequence[Any]) -> None:

@@ -1,7 +1,8 @@
 """The merge of partial results, by a kernel that starts while the last of them are computed.
 
 Partial results are added up in float32 in one order, whoever adds them: four chains of partitions k, k + 4, ..., then
-the chains. A warp merges a row of few partitions by itself; of many, each of a block's four warps takes a chain.
+the chains. A warp merges a row of few partitions by itself; of many, each of a block's four warps takes a chain. Blocks
+of a cluster merge what they sent to each other as such a warp does.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
+from .cute_cluster import mail_of
 from .cute_outputs import load_sink, normalise, store_row, store_two
 from .cute_softmax import LOG2E, NOTHING
 from .cute_tile import REDUCE_FEW, REDUCE_THREADS, Tile
@@ -75,7 +77,26 @@ def _reduce_few(tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence
     reference, total = _load_stats(data.partial_stats + at * 8, lane, count)
     parts = [_load_part(tile, data, at, Int32(k), count, lane) for k in range(REDUCE_FEW)]
     # While they are on their way.
-    out_at, lse_at, sink = _destination(sequence, row, kv_head, data)
+    place = _destination(sequence, row, kv_head, data)
+    _merge_few(tile, lane, reference, total, parts, place, data)
+
+
+@cute.jit
+def merge_mail(tile: cutlass.Constexpr[Tile], warp, lane, rank, count, shared, sequence, kv_head, data):
+    """Merge the rows of a cluster that are this block's, each by one of the multiplying warps."""
+    row = (warp << data.cluster_bits) + rank
+    if count > 1 and row < data.query_length * data.group:
+        # While they are on their way.
+        place = _destination(sequence, row, kv_head, data)
+        ptx.barrier_wait_for_cluster(shared + tile.places.mail_barrier, Int32(0))
+        reference, total, parts = mail_of(tile, warp, lane, count, shared, data)
+        _merge_few(tile, lane, reference, total, parts, place, data)
+
+
+@cute.jit
+def _merge_few(tile: cutlass.Constexpr[Tile], lane, reference, total, parts, place, data):
+    """Merge a row's partial results by one warp: a lane has one's reference and sum, and its elements of all."""
+    out_at, lse_at, sink = place
     top = _over_lanes(reference, ptx.maximum)
     weight = ptx.exp2((reference - top) * Float32(LOG2E))
     held = tile.own_elements
