@@ -126,6 +126,11 @@ def fence_async_shared() -> None:
     ptx("fence.proxy.async.shared::cta;")
 
 
+def thread_index() -> Any:
+    """The thread's number in its block, read anew, where no register could keep it."""
+    return ptx("mov.u32 $0, %tid.x;", (Int32,))
+
+
 # Copies and memory.
 
 
@@ -148,34 +153,42 @@ def copy_4(shared: Any, source: Any, valid: Any) -> None:
     ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", (), [(Int32, shared), (Int64, source), (Int32, valid * 4)])
 
 
-def load(address: Any, kind: Any = Int32, count: int = 1) -> Any:
+def load(address: Any, kind: Any = Int32, count: int = 1, hint: str = "") -> Any:
     """``count`` 32-bit values of global memory, read as a vector."""
     registers = ",".join(f"${i}" for i in range(count))
     word = "f32" if kind is Float32 else "u32"
     vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
-    return ptx(f"ld.global{vector}.{word} {registers}, [${count}];", (kind,) * count, [(Int64, address)])
+    return ptx(f"ld.global{hint}{vector}.{word} {registers}, [${count}];", (kind,) * count, [(Int64, address)])
 
 
-def load_pair_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
+def load_pair_or(address: Any, valid: Any, default: Sequence[float], hint: str = "") -> Any:
     """Two floats of global memory, read as a vector, or ``default`` where ``valid`` is 0."""
-    text = """{
+    text = f"""{{
         .reg .pred p;
         setp.ne.u32 p, $3, 0;
         mov.b32 $0, $4;
         mov.b32 $1, $5;
-        @p ld.global.v2.f32 {$0, $1}, [$2];
-    }"""
+        @p ld.global{hint}.v2.f32 {{$0, $1}}, [$2];
+    }}"""
     inputs = [(Int64, address), (Int32, valid), *[(Float32, value) for value in default]]
     return ptx(text, (Float32, Float32), inputs)
 
 
-def load_or_zero(address: Any, valid: Any, count: int, kind: Any = Float32) -> Any:
+def load_or_zero(address: Any, valid: Any, count: int, kind: Any = Float32, hint: str = "") -> Any:
     """``count`` 32-bit values of global memory, read as a vector, or zeros where ``valid`` is 0."""
     registers = [f"${i}" for i in range(count)]
     zeros = " ".join(f"mov.b32 {register}, 0;" for register in registers)
-    vector = f"@p ld.global.v{count}.b32 {{{','.join(registers)}}}, [${count}];"
+    vector = f"@p ld.global{hint}.v{count}.b32 {{{','.join(registers)}}}, [${count}];"
     text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} {vector}}}"
     return ptx(text, (kind,) * count, [(Int64, address), (Int32, valid)])
+
+
+def count_up(address: Any, last: Any) -> Any:
+    """Add 1 to a number in global memory, or put 0 in its place if it is ``last``; what it was before.
+
+    What this thread wrote, or saw before it by a barrier, is seen by whoever counts after it.
+    """
+    return ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", (Int32,), [(Int64, address), (Int32, last)])
 
 
 def load_16(address: Any) -> Any:

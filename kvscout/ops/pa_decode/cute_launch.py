@@ -13,7 +13,7 @@ from .cute_loads import produce
 from .cute_math import consume
 from .cute_outputs import clear_rows
 from .cute_pieces import produce_pieces
-from .cute_reduce import merge_mail, reduce_sequences
+from .cute_reduce import merge_as_last, merge_mail, reduce_sequences
 from .cute_rows import consume_rows
 from .cute_tile import MATH_THREADS, REDUCE_THREADS, THREADS, Tile
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of, touch_constants
@@ -136,6 +136,9 @@ class Kernel:
                     consume_rows(tile, thread, warp, lane, shared, data, work)
                 else:
                     consume(tile, thread, warp, lane, shared, data, work)
+                if data.arrivals != 0:
+                    _, _, num_kv_heads = cute.arch.grid_dim()
+                    merge_as_last(tile, shared, num_kv_heads, data, work)
 
     @cute.kernel
     def reduce(self, data: Data) -> None:

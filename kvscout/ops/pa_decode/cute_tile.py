@@ -46,6 +46,8 @@ ROWS_DIM = 128
 SHARED_BYTES = 228 << 10
 """Shared memory of a multiprocessor, of which the system takes the following for each thread block."""
 RESERVED_BYTES = 1024
+COUNTERS = 32
+"""Counters of arrivals of a sequence and KV head: one for each block of query rows."""
 REDUCE_THREADS = 128
 REDUCE_FEW = 8
 """Partial results that a warp of the merge adds up by itself."""

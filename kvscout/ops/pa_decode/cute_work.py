@@ -48,6 +48,7 @@ class Data(NamedTuple):
     value_scale_block: Int64
     value_scale_head: Int64
     value_scale_token: Int64
+    arrivals: Int64  # [B, Hkv, 32], int32 zeros: where a sequence's last block merges, or 0
     num_sequences: Int32
     capacity: Int32
     query_length: Int32

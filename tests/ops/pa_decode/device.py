@@ -190,11 +190,11 @@ class Memory:
         found = [kind(word) for word in self.shared[address : address + 4 * count].view(_dtype(kind))]
         return found[0] if count == 1 else found
 
-    def _load(self, address, kind=Int32, count=1):
+    def _load(self, address, kind=Int32, count=1, hint=""):
         found = [kind(word) for word in self.read(address, 4 * count).view(_dtype(kind))]
         return found[0] if count == 1 else found
 
-    def _load_or_zero(self, address, valid, count, kind=Float32):
+    def _load_or_zero(self, address, valid, count, kind=Float32, hint=""):
         return self._load(address, kind, count) if valid else [kind(0)] * count
 
     def _store(self, address, values, kind=Float32, hint=""):
@@ -215,8 +215,9 @@ class Memory:
             descriptor=text_of["descriptor"],
             load=self._load,
             store=self._store,
-            load_pair_or=lambda address, valid, other: self._load(address, Float32, 2) if valid else other,
+            load_pair_or=lambda address, valid, other, hint="": self._load(address, Float32, 2) if valid else other,
             sync=_meet,
+            thread_index=lambda: Int32(lanes._lane.thread),
             exchange=_exchange,
             maximum=max,
             exp2=np.exp2,

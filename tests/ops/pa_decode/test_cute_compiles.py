@@ -176,6 +176,22 @@ def test_clusters_send_to_each_other_s_shared_memory_once_all_blocks_are_there(p
         assert any(wait < min(sends + stats) for wait in waits), made.tile.name
 
 
+def test_the_last_block_counts_itself_and_reads_past_l1(programs):
+    for made in programs:
+        opcodes, counts = made.decode.opcodes, made.decode.places("ATOMG", "ATOM", "RED")
+        if made.tile.cluster:
+            assert counts == [], made.tile.name
+            continue
+        (count,) = counts
+        assert opcodes[count] == "ATOMG.E.INC.STRONG.GPU", made.tile.name
+        # What the others stored is seen by all, before it.
+        assert any(opcodes[place] == "MEMBAR.ALL.GPU" for place in range(count - 6, count)), made.tile.name
+        assert count > made.decode.places("QGMMA", "HGMMA")[-1], made.tile.name
+        vectors = [opcodes[place] for place in made.decode.places("LDG.E.128", "LDG.E.64") if place > count]
+        assert vectors, made.tile.name
+        assert all(word.endswith(".STRONG.GPU") for word in vectors), made.tile.name
+
+
 def test_nothing_divides(programs):
     for made in programs:
         for kernel in made.kernels:

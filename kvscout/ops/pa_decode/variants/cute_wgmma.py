@@ -32,7 +32,7 @@ from ....kernels.cute.program import Program
 from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V, Pages
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
-from ..cute_tile import CLUSTER_ROWS, REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
+from ..cute_tile import CLUSTER_ROWS, COUNTERS, REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
 
 CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -59,9 +59,9 @@ FEW_MERGE_BLOCKS = 528
 # Bulk copies and vectors take addresses that are multiples of this.
 ALIGNMENT = 16
 
-KERNEL, CLUSTER = "kernel", "cluster"
-"""Who merges the partial results of a sequence that is split: a second kernel, or the blocks of a cluster among them.
-Both give the same bits."""
+KERNEL, CLUSTER, LAST = "kernel", "cluster", "last"
+"""Who merges the partial results of a sequence that is split: a second kernel, the blocks of a cluster among them, or
+the last block of the sequence to store its own. All give the same bits."""
 
 RESIDENT_CLUSTERS = {2: 66, 4: 30, 8: 15}
 """Clusters, by their blocks, that run at once on the 132 multiprocessors of an H200, a block on each. As measured: the
@@ -133,7 +133,8 @@ def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales:
 def _space(problem: Problem) -> list[Config]:
     configs = _tiles(problem)
     clusters = _cluster_configs(configs) if _resident_cluster(problem) else []
-    return [*configs, *clusters]
+    last = [replace(config, merge=LAST) for config in configs if _can_last_merge(problem, config)]
+    return [*configs, *clusters, *last]
 
 
 def _tiles(problem: Problem) -> list[Config]:
@@ -152,6 +153,12 @@ def _resident_cluster(problem: Problem) -> int:
     is_served = problem.merge_in_tile and problem.rows_per_head <= CLUSTER_ROWS
     fits = problem.num_sequences * problem.num_kv_heads <= RESIDENT_CLUSTERS.get(size, 0)
     return size if is_served and fits else 0
+
+
+def _can_last_merge(problem: Problem, config: Config) -> bool:
+    """Whether the last block may merge: there is a counter for each of a KV head's blocks of query rows."""
+    has_counters = -(-problem.rows_per_head // config.rows) <= COUNTERS
+    return problem.merge_in_tile and problem.max_partitions > 1 and has_counters
 
 
 def _cluster_size(problem: Problem) -> int:
@@ -177,7 +184,10 @@ def _default_config(problem: Problem) -> Config:
     # With at most one task a multiprocessor, deep rings took up to 13% less time; with more, pairs of blocks 7% to 26%,
     # as one of them loads while the other one ends.
     pairs = problem.capacity * problem.num_kv_heads > DEFAULT_NUM_SMS
-    return next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
+    config = next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
+    # Where most sequences are not split, most blocks of a second kernel would be launched for nothing.
+    few_splits = problem.capacity < 2 * problem.num_sequences
+    return replace(config, merge=LAST) if few_splits and _can_last_merge(problem, config) else config
 
 
 def _program(problem: Problem, config: Config) -> Program:
@@ -218,7 +228,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     rows, kv_heads = problem.rows_per_head, problem.num_kv_heads
     row_blocks = -(-rows // config.rows)
     rows_first = row_blocks > 1
-    is_cluster = config.merge == CLUSTER
+    is_cluster, is_last = config.merge == CLUSTER, config.merge == LAST
     partials = _aligned(args.scratch()) if problem.max_partitions > 1 and not is_cluster else None
     out_address, stats_address = (0, 0) if partials is None else (partials[0].data_ptr(), partials[1].data_ptr())
     output, query, lse, sinks = args.output, args.query, args.lse, args.sinks
@@ -226,7 +236,8 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     output_row, output_head, _ = output.stride()
     query_row, query_head, _ = query.stride()
     reach = problem.window or INT32_MAX
-    rows_of_merge, *merge = (1, 0, 0) if partials is None else _merge_grid(problem)
+    rows_of_merge, *merge = (1, 0, 0) if partials is None or is_last else _merge_grid(problem)
+    arrivals = 0 if partials is None or not is_last else args.arrival_counters.data_ptr()
     size = _cluster_size(problem) if is_cluster else 1
     data = (
         output.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), args.block_tables.data_ptr(),
@@ -236,6 +247,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         *_cache_strides(args.kv),
         4 * args.block_tables.stride(0), 0 if lse is None else 4 * lse.stride(0),
         *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
+        arrivals,
         problem.num_sequences, problem.capacity, problem.query_length, problem.group, problem.tile // STEP,
         reach, 1 if problem.causal else reach,
         int(problem.dtype == torch.float16), int(sinks is not None and sinks.dtype != torch.float32),
