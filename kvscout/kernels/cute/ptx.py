@@ -96,6 +96,18 @@ def barrier_wait(barrier: Any, phase: Any) -> None:
     ptx(text, (), [(Int32, barrier), (Int32, phase)])
 
 
+def barrier_wait_for_cluster(barrier: Any, phase: Any) -> None:
+    """Wait for the end of the phase of this parity, and see what blocks of the cluster wrote with :func:`send`."""
+    text = """{
+        .reg .pred p;
+        WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1;
+        @p bra DONE;
+        bra WAIT;
+        DONE:
+    }"""
+    ptx(text, (), [(Int32, barrier), (Int32, phase)])
+
+
 def sync(barrier: Any, threads: int) -> None:
     """Meet at a named barrier."""
     ptx(f"bar.sync $0, {threads};", (), [(Int32, barrier)])
@@ -120,6 +132,11 @@ def sync_any(barrier: Any, threads: int, flag: Any) -> Any:
 def fence_async_shared() -> None:
     """Show this thread's writes to shared memory to matrix instructions and bulk copies."""
     ptx("fence.proxy.async.shared::cta;")
+
+
+def thread_index() -> Any:
+    """The thread's number in its block, read anew, where no register could keep it."""
+    return ptx("mov.u32 $0, %tid.x;", (Int32,))
 
 
 # Copies and memory.
@@ -156,34 +173,42 @@ def copy_4(shared: Any, source: Any, valid: Any) -> None:
     ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", (), [(Int32, shared), (Int64, source), (Int32, valid * 4)])
 
 
-def load(address: Any, kind: Any = Int32, count: int = 1) -> Any:
+def load(address: Any, kind: Any = Int32, count: int = 1, hint: str = "") -> Any:
     """``count`` 32-bit values of global memory, read as a vector."""
     registers = ",".join(f"${i}" for i in range(count))
     word = "f32" if kind is Float32 else "u32"
     vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
-    return ptx(f"ld.global{vector}.{word} {registers}, [${count}];", (kind,) * count, [(Int64, address)])
+    return ptx(f"ld.global{hint}{vector}.{word} {registers}, [${count}];", (kind,) * count, [(Int64, address)])
 
 
-def load_pair_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
+def load_pair_or(address: Any, valid: Any, default: Sequence[float], hint: str = "") -> Any:
     """Two floats of global memory, read as a vector, or ``default`` where ``valid`` is 0."""
-    text = """{
+    text = f"""{{
         .reg .pred p;
         setp.ne.u32 p, $3, 0;
         mov.b32 $0, $4;
         mov.b32 $1, $5;
-        @p ld.global.v2.f32 {$0, $1}, [$2];
-    }"""
+        @p ld.global{hint}.v2.f32 {{$0, $1}}, [$2];
+    }}"""
     inputs = [(Int64, address), (Int32, valid), *[(Float32, value) for value in default]]
     return ptx(text, (Float32, Float32), inputs)
 
 
-def load_or_zero(address: Any, valid: Any, count: int, kind: Any = Float32) -> Any:
+def load_or_zero(address: Any, valid: Any, count: int, kind: Any = Float32, hint: str = "") -> Any:
     """``count`` 32-bit values of global memory, read as a vector, or zeros where ``valid`` is 0."""
     registers = [f"${i}" for i in range(count)]
     zeros = " ".join(f"mov.b32 {register}, 0;" for register in registers)
-    vector = f"@p ld.global.v{count}.b32 {{{','.join(registers)}}}, [${count}];"
+    vector = f"@p ld.global{hint}.v{count}.b32 {{{','.join(registers)}}}, [${count}];"
     text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} {vector}}}"
     return ptx(text, (kind,) * count, [(Int64, address), (Int32, valid)])
+
+
+def count_up(address: Any, last: Any) -> Any:
+    """Add 1 to a number in global memory, or put 0 in its place if it is ``last``; what it was before.
+
+    What this thread wrote, or saw before it by a barrier, is seen by whoever counts after it.
+    """
+    return ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", (Int32,), [(Int64, address), (Int32, last)])
 
 
 def load_16(address: Any) -> Any:
@@ -217,6 +242,32 @@ def shared_store(address: Any, values: Sequence[Any], kind: Any = Int32) -> None
     registers = ",".join(f"${i}" for i in range(1, count + 1))
     vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
     ptx(f"st.shared{vector}.b32 [$0], {registers};", (), [(Int32, address), *[(kind, value) for value in values]])
+
+
+def shared_load_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
+    """As many floats of shared memory as ``default`` has, read as a vector, or those where ``valid`` is 0."""
+    count = len(default)
+    registers = ",".join(f"${i}" for i in range(count))
+    moves = " ".join(f"mov.b32 ${i}, ${count + 2 + i};" for i in range(count))
+    vector = f"@p ld.shared.v{count}.b32 {{{registers}}}, [${count}];"
+    text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {moves} {vector}}}"
+    return ptx(text, (Float32,) * count, [(Int32, address), (Int32, valid), *[(Float32, x) for x in default]])
+
+
+def address_in_block(address: Any, rank: Any) -> Any:
+    """Where an address of shared memory lies in the block of this rank in the cluster."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", (Int32,), [(Int32, address), (Int32, rank)], False)
+
+
+def send(address: Any, values: Sequence[Any], barrier: Any) -> None:
+    """Start storing 2 or 4 floats in another block's shared memory; a barrier there counts the bytes."""
+    count = len(values)
+    registers = ",".join(f"${i}" for i in range(1, count + 1))
+    ptx(
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{count}.f32 [$0], {{{registers}}}, [${count + 1}];",
+        (),
+        [(Int32, address), *[(Float32, value) for value in values], (Int32, barrier)],
+    )
 
 
 def store_matrices_transposed(address: Any, words: Sequence[Any]) -> None:

@@ -8,11 +8,12 @@ from cutlass import Int32, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...kernels.cute import ptx
+from .cute_cluster import expect_mail, read_task_of_rank
 from .cute_loads import produce
 from .cute_math import consume
 from .cute_outputs import clear_rows
 from .cute_pieces import produce_pieces
-from .cute_reduce import reduce_sequences
+from .cute_reduce import merge_as_last, merge_mail, reduce_sequences
 from .cute_rows import consume_rows
 from .cute_tile import LOAD_THREADS, MATH_THREADS, REDUCE_THREADS, WARPGROUPS, WIDEN_THREADS, Tile
 from .cute_widening import widen_values
@@ -43,18 +44,23 @@ class Kernel:
         reduce_y: Int32,
         stream: Any,
     ) -> None:
-        """Launch; ``device`` is any tensor there. ``reduce_x`` is 0 where no sequence is split."""
+        """Launch; ``device`` is any tensor there. ``reduce_x`` is 0 where no sequence is split.
+
+        Of clusters, ``grid_x`` is the blocks of each.
+        """
         tile = self.tile
         self.decode(data).launch(
             grid=(grid_x, grid_y, num_kv_heads), block=(tile.threads, 1, 1), smem=tile.places.size, stream=stream,
             use_pdl=True, min_blocks_per_mp=tile.blocks, preferred_smem_carveout=100,
+            cluster=(grid_x, 1, 1) if cutlass.const_expr(tile.cluster) else None,
         )  # fmt: skip
-        if reduce_x > 0:
-            self.reduce(data).launch(
-                grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1),
-                smem=4 * tile.own_elements * REDUCE_THREADS + 4 * REDUCE_THREADS // 32, stream=stream, use_pdl=True,
-                min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
-            )  # fmt: skip
+        if cutlass.const_expr(not tile.cluster):
+            if reduce_x > 0:
+                self.reduce(data).launch(
+                    grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1),
+                    smem=4 * tile.own_elements * REDUCE_THREADS + 4 * REDUCE_THREADS // 32, stream=stream,
+                    use_pdl=True, min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
+                )  # fmt: skip
 
     @cute.kernel
     def decode(self, data: Data) -> None:
@@ -63,7 +69,9 @@ class Kernel:
         thread, _, _ = cute.arch.thread_idx()
         x, y, kv_head = cute.arch.block_idx()
         slot, first_row = x, y * tile.rows
-        if data.rows_first != 0:
+        if cutlass.const_expr(tile.cluster):
+            first_row = Int32(0)
+        elif data.rows_first != 0:
             slot, first_row = y, x * tile.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread & 31
@@ -81,17 +89,29 @@ class Kernel:
                 for i in cutlass.range_constexpr(WARPGROUPS):
                     ptx.barrier_init(shared + tile.places.full_wide + 8 * i, WIDEN_THREADS // 32)
                     ptx.barrier_init(shared + tile.places.empty_wide + 8 * i, 4)
+            if cutlass.const_expr(tile.cluster):
+                ptx.barrier_init(shared + tile.places.mail_barrier, 1)
             ptx.barrier_init_fence()
+        if cutlass.const_expr(tile.cluster):
+            cute.arch.sync_warp()
+            cute.arch.cluster_arrive_relaxed()
         if lane == 0:
             touch_constants(data, shared + tile.places.constants + warp * 4)
         first_position, last_position = positions_of(tile, data, first_row)
         # Everything up to here may run while the kernel before this one ends.
         cute.arch.griddepcontrol_wait()
-        sequence, first_tile, end_tile, context = read_task(data, slot)
+        rank, count = Int32(0), Int32(0)
+        if cutlass.const_expr(tile.cluster):
+            rank, sequence = x, y
+            slot, first_tile, end_tile, context, count = read_task_of_rank(data, sequence, rank)
+        else:
+            sequence, first_tile, end_tile, context = read_task(data, slot)
         cute.arch.sync_threads()
         lowest, highest, all_low, all_high = row_span(data, context, first_position, last_position)
         first_step, steps = steps_of(data, first_tile, end_tile, lowest, highest)
-        work = Work(slot, kv_head, first_row, sequence, first_step, steps, lowest, highest, all_low, all_high, context)
+        work = Work(
+            slot, kv_head, first_row, sequence, first_step, steps, lowest, highest, all_low, all_high, context, rank
+        )  # fmt: skip
         is_task = first_tile < end_tile
         if warp >= MATH_THREADS // 32:
             if cutlass.const_expr(tile.widens):
@@ -100,29 +120,44 @@ class Kernel:
                     if is_task:
                         widen_values(tile, warp - FIRST_WIDENING, lane, shared, work)
                 else:
-                    self.load(thread, warp, lane, shared, data, work, is_task)
+                    self.load(thread, warp, lane, shared, data, work, is_task, count)
             else:
-                self.load(thread, warp, lane, shared, data, work, is_task)
+                self.load(thread, warp, lane, shared, data, work, is_task, count)
         else:
             if cutlass.const_expr(tile.moves_registers):
                 cute.arch.setmaxregister_increase(tile.registers[0])
-            if is_task:
+            if cutlass.const_expr(tile.cluster):
+                if thread == 0 and count > 1:
+                    expect_mail(tile, rank, count, shared, data)
+                if is_task:
+                    consume(tile, thread, warp, lane, shared, data, work)
+                else:
+                    cute.arch.cluster_wait()
+                merge_mail(tile, warp, lane, rank, count, shared, sequence, kv_head, data)
+            elif is_task:
                 if cutlass.const_expr(tile.by_rows):
                     consume_rows(tile, thread, warp, lane, shared, data, work)
                 else:
                     consume(tile, thread, warp, lane, shared, data, work)
+                if data.arrivals != 0:
+                    _, _, num_kv_heads = cute.arch.grid_dim()
+                    merge_as_last(tile, shared, num_kv_heads, data, work)
 
     @cute.jit
-    def load(self, thread, warp, lane, shared, data, work, is_task):
+    def load(self, thread, warp, lane, shared, data, work, is_task, count):
         """Load a task's keys and values, and clear the rows of an empty sequence."""
         tile = self.tile
         if cutlass.const_expr(tile.moves_registers):
             cute.arch.setmaxregister_decrease(tile.registers[1])
         if is_task:
-            produce_all = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
-            produce_all(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
+            load_all = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
+            load_all(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
+        if cutlass.const_expr(tile.cluster):
+            if count == 0 and work.rank == 0:
+                clear_rows(tile, thread - MATH_THREADS, work.sequence, work.kv_head, work.first_row, data)
+            cute.arch.cluster_wait()
         # There are at least as many slots as sequences: each also clears the sequence of its number if empty.
-        if work.slot < data.num_sequences:
+        elif work.slot < data.num_sequences:
             _, partitions = partitions_of(data, work.slot)
             if partitions == 0:
                 clear_rows(tile, thread - MATH_THREADS, work.slot, work.kv_head, work.first_row, data)

@@ -125,6 +125,9 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     if cutlass.const_expr(tile.token_scales):
         _, partitions = partitions_of(data, work.sequence)
         factor = value_factor(data, work)
+    if cutlass.const_expr(tile.cluster):
+        # All blocks' barriers are there.
+        cute.arch.cluster_wait()
     merge_warpgroups(
         tile, references, sums, outputs, factor, partitions, group, warp, lane, thread, shared, data, work
     )  # fmt: skip

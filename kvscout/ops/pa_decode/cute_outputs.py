@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
+from .cute_cluster import send_row
 from .cute_softmax import GROUP_BARRIER, LOG2E, columns_at, fold, folded_column
 from .cute_tile import LOAD_THREADS, MATH_THREADS, WARPGROUPS, Tile
 from .cute_work import output_of
@@ -74,22 +75,28 @@ def merge_warpgroups(
         merged = [ptx.multiply_add(others[k], other, kept[i][k] * mine) * factor for k in range(held)]
         row = work.first_row + ((column >> 1) * 8 + (lane & 3) * 2 + (column & 1))
         rows.append((merged, top, total, row))
-    _store_rows(tile, rows, warp * 8 + (lane >> 2), partitions, data, work)
+    _store_rows(tile, rows, warp * 8 + (lane >> 2), partitions, shared, data, work)
 
 
 @cute.jit
-def _store_rows(tile: cutlass.Constexpr[Tile], rows, slot, partitions, data, work):
+def _store_rows(tile: cutlass.Constexpr[Tile], rows, slot, partitions, shared, data, work):
     """Store what a task makes of rows, as results or as partial ones; see :func:`store_row`."""
     count = data.query_length * data.group
-    if partitions > 1 and data.partial_out != 0:
+    is_partial = partitions > 1
+    if cutlass.const_expr(not tile.cluster):
+        is_partial = partitions > 1 and data.partial_out != 0
+    if is_partial:
         for merged, top, total, row in rows:
             if row < count:
-                to, stats = partial_of(tile, data, work, row)
-                for k in cutlass.range_constexpr(0, tile.own_elements, tile.vector):
-                    at = to + (slot * (4 * tile.vector) + 32 * 4 * k)
-                    ptx.store(at, merged[k : k + tile.vector], Float32, ".cg")
-                if slot == 0:
-                    ptx.store(stats, [top, total])
+                if cutlass.const_expr(tile.cluster):
+                    send_row(tile, merged, top, total, row, slot, shared, data, work)
+                else:
+                    to, stats = partial_of(tile, data, work, row)
+                    for k in cutlass.range_constexpr(0, tile.own_elements, tile.vector):
+                        at = to + (slot * (4 * tile.vector) + 32 * 4 * k)
+                        ptx.store(at, merged[k : k + tile.vector], Float32, ".cg")
+                    if slot == 0:
+                        ptx.store(stats, [top, total])
     else:
         for merged, top, total, row in rows:
             # All lanes exchange halves, also those whose row is past the last: it takes the sink of one that is there.

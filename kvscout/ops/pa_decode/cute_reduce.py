@@ -1,7 +1,9 @@
 """The merge of partial results, by a kernel that starts while the last of them are computed.
 
 Partial results are added up in float32 in one order, whoever adds them: four chains of partitions k, k + 4, ..., then
-the chains. A warp merges a row of few partitions by itself; of many, each of a block's four warps takes a chain.
+the chains. A warp merges a row of few partitions by itself; of many, each of a block's four warps takes a chain. Blocks
+of a cluster merge what they sent to each other as such a warp does; the last block of a sequence to store its partial
+results does so too, and of many partitions as two such blocks.
 """
 
 from collections.abc import Callable
@@ -12,22 +14,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_outputs import load_sink, normalise, store_row, store_two
-from .cute_softmax import LOG2E, NOTHING
-from .cute_tile import REDUCE_FEW, REDUCE_THREADS, Tile
+from .cute_cluster import mail_of
+from .cute_outputs import MERGE_BARRIER, load_sink, normalise, store_row, store_two
+from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING
+from .cute_tile import COUNTERS, MATH_THREADS, REDUCE_FEW, REDUCE_THREADS, WARPGROUPS, Tile
 from .cute_work import output_of, partitions_of
 
 CHAINS = REDUCE_THREADS // 32
+PAST_L1 = ".cg"
 
 
 def lane_parts(tile: Tile) -> int:
     """Partial results of a chunk that a lane finds the weights of: as many as registers hold the elements of."""
     return min(2, 256 // tile.dim)
-
-
-def chunk_of(tile: Tile) -> int:
-    """Partial results that are loaded at once, a chain by each warp."""
-    return 32 * lane_parts(tile)
 
 
 @cute.jit
@@ -54,12 +53,14 @@ def reduce_sequences(
             if count <= REDUCE_FEW:
                 mine = row + warp
                 while mine < end:
-                    _reduce_few(tile, lane, first_slot, count, sequence, mine, kv_head, data)
+                    _reduce_few(tile, lane, first_slot, count, sequence, mine, kv_head, data, "")
                     mine = mine + CHAINS
             else:
                 mine = row
                 while mine < end:
-                    _reduce_many(tile, thread, shared, first_slot, count, sequence, mine, kv_head, data)
+                    _reduce_many(
+                        tile, thread, shared, first_slot, count, sequence, mine, kv_head, data, False, Int32(0)
+                    )  # fmt: skip
                     mine = mine + 1
             row = row + row_step * data.rows_of_merge
         sequence = sequence + sequence_step
@@ -69,13 +70,71 @@ def reduce_sequences(
 
 
 @cute.jit
-def _reduce_few(tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence, row, kv_head, data):
-    """Merge a row's partial results, ``REDUCE_FEW`` at most, by one warp."""
+def merge_as_last(tile: cutlass.Constexpr[Tile], shared, num_kv_heads, data, work):
+    """Merge the block's rows of its sequence by the multiplying warps, if all other partial results are there.
+
+    They are read past L1, which may hold what was in the slots before.
+    """
+    thread = ptx.thread_index()
+    warp, lane = thread >> 5, thread & 31
+    first_slot, count = partitions_of(data, work.sequence)
+    if count > 1:
+        # All of the block's stores come before its arrival.
+        ptx.sync(MERGE_BARRIER, MATH_THREADS)
+        flag = shared + tile.places.constants
+        if thread == 0:
+            line = Int64(work.sequence) * num_kv_heads + work.kv_head
+            at = data.arrivals + line * (4 * COUNTERS) + Int64(work.first_row // tile.rows) * 4
+            ptx.shared_store(flag, [ptx.count_up(at, count - 1)])
+        ptx.sync(MERGE_BARRIER, MATH_THREADS)
+        if ptx.shared_load(flag) == count - 1:
+            end = cutlass.min(work.first_row + tile.rows, data.query_length * data.group)
+            if count <= REDUCE_FEW:
+                row = work.first_row + warp
+                while row < end:
+                    _reduce_few(tile, lane, first_slot, count, work.sequence, row, work.kv_head, data, PAST_L1)
+                    row = row + MATH_THREADS // 32
+            else:
+                group = warp >> 2
+                own = shared + tile.places.own + group * tile.own_bytes
+                row = work.first_row + group
+                while row < end:
+                    _reduce_many(
+                        tile, thread & 127, own, first_slot, count, work.sequence, row, work.kv_head, data, True,
+                        GROUP_BARRIER + group,
+                    )  # fmt: skip
+                    row = row + WARPGROUPS
+
+
+@cute.jit
+def _reduce_few(
+    tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence, row, kv_head, data, hint: cutlass.Constexpr[str]
+):  # fmt: skip
+    """Merge a row's partial results, ``REDUCE_FEW`` at most, by one warp; ``hint`` is on how to load them."""
     at = _place_of(data, kv_head, row, first_slot)
-    reference, total = _load_stats(data.partial_stats + at * 8, lane, count)
-    parts = [_load_part(tile, data, at, Int32(k), count, lane) for k in range(REDUCE_FEW)]
+    reference, total = _load_stats(data.partial_stats + at * 8, lane, count, hint)
+    parts = [_load_part(tile, data, at, Int32(k), count, lane, hint) for k in range(REDUCE_FEW)]
     # While they are on their way.
-    out_at, lse_at, sink = _destination(sequence, row, kv_head, data)
+    place = _destination(sequence, row, kv_head, data)
+    _merge_few(tile, lane, reference, total, parts, place, data)
+
+
+@cute.jit
+def merge_mail(tile: cutlass.Constexpr[Tile], warp, lane, rank, count, shared, sequence, kv_head, data):
+    """Merge the rows of a cluster that are this block's, each by one of the multiplying warps."""
+    row = (warp << data.cluster_bits) + rank
+    if count > 1 and row < data.query_length * data.group:
+        # While they are on their way.
+        place = _destination(sequence, row, kv_head, data)
+        ptx.barrier_wait_for_cluster(shared + tile.places.mail_barrier, Int32(0))
+        reference, total, parts = mail_of(tile, warp, lane, count, shared, data)
+        _merge_few(tile, lane, reference, total, parts, place, data)
+
+
+@cute.jit
+def _merge_few(tile: cutlass.Constexpr[Tile], lane, reference, total, parts, place, data):
+    """Merge a row's partial results by one warp: a lane has one's reference and sum, and its elements of all."""
+    out_at, lse_at, sink = place
     top = _over_lanes(reference, ptx.maximum)
     weight = ptx.exp2((reference - top) * Float32(LOG2E))
     held = tile.own_elements
@@ -92,16 +151,22 @@ def _reduce_few(tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence
 
 
 @cute.jit
-def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, count, sequence, row, kv_head, data):
-    """Merge a row's partial results by all of a block's warps."""
+def _reduce_many(
+    tile: cutlass.Constexpr[Tile], thread, shared, first_slot, count, sequence, row, kv_head, data,
+    in_tile: cutlass.Constexpr[bool], barrier,
+):  # fmt: skip
+    """Merge a row's partial results by all of a block's warps, or ``in_tile`` by a warpgroup that has a ``barrier``."""
     warp, lane = thread >> 5, thread & 31
-    held, parts_of_lane, chunk = tile.own_elements, lane_parts(tile), chunk_of(tile)
+    held, hint = tile.own_elements, PAST_L1 if in_tile else ""
+    # A block that multiplied has fewer registers left.
+    parts_of_lane = 1 if in_tile else lane_parts(tile)
+    chunk = 32 * parts_of_lane
     at = _place_of(data, kv_head, row, first_slot)
     stats = data.partial_stats + at * 8
-    found = [_load_stats(stats, i * 32 + lane, count) for i in range(parts_of_lane)]
+    found = [_load_stats(stats, i * 32 + lane, count, hint) for i in range(parts_of_lane)]
     acc = cute.make_rmem_tensor((held,), Float32)
     acc.fill(0.0)
-    parts = [_load_part(tile, data, at, warp + i * CHAINS, count, lane) for i in range(chunk // CHAINS)]
+    parts = [_load_part(tile, data, at, warp + i * CHAINS, count, lane, hint) for i in range(chunk // CHAINS)]
     # While they are on their way.
     out_at, lse_at, sink = _destination(sequence, row, kv_head, data)
     top = found[0][0]
@@ -109,14 +174,16 @@ def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, coun
         top = ptx.maximum(top, found[i][0])
     k = lane + chunk
     while k < count:
-        top = ptx.maximum(top, ptx.load(stats + Int64(k) * 8, Float32))
+        top = ptx.maximum(top, ptx.load(stats + Int64(k) * 8, Float32, 1, hint))
         k = k + 32
     top = _over_lanes(top, ptx.maximum)
     total = _add_chunk(acc, parts, found, top, warp, Float32(0.0))
     begin = Int32(chunk)
     while begin < count:
-        more = [_load_stats(stats, begin + (i * 32 + lane), count) for i in range(parts_of_lane)]
-        others = [_load_part(tile, data, at, begin + warp + i * CHAINS, count, lane) for i in range(chunk // CHAINS)]
+        more = [_load_stats(stats, begin + (i * 32 + lane), count, hint) for i in range(parts_of_lane)]
+        others = [
+            _load_part(tile, data, at, begin + warp + i * CHAINS, count, lane, hint) for i in range(chunk // CHAINS)
+        ]  # fmt: skip
         total = _add_chunk(acc, others, more, top, warp, total)
         begin = begin + chunk
     vector = tile.vector
@@ -125,7 +192,7 @@ def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, coun
         ptx.shared_store(to, [acc[z + e] for e in range(vector)], Float32)
     total = _over_lanes(total, lambda x, y: x + y)
     normaliser, lse = normalise(top, total, sink)
-    cute.arch.sync_threads()
+    _meet(in_tile, barrier)
     if warp == 0:
         merged = [acc[z] for z in range(held)]
         for i in cutlass.range_constexpr(1, CHAINS):
@@ -135,7 +202,16 @@ def _reduce_many(tile: cutlass.Constexpr[Tile], thread, shared, first_slot, coun
                 chain += ptx.shared_load(from_, Float32, vector)
             merged = [merged[z] + chain[z] for z in range(held)]
         _store(tile, merged, normaliser, lse, out_at, lse_at, lane, data)
-    cute.arch.sync_threads()
+    _meet(in_tile, barrier)
+
+
+@cute.jit
+def _meet(in_tile: cutlass.Constexpr[bool], barrier):
+    """Let those who merge a row together meet."""
+    if cutlass.const_expr(in_tile):
+        ptx.sync(barrier, REDUCE_THREADS)
+    else:
+        cute.arch.sync_threads()
 
 
 @cute.jit
@@ -161,16 +237,16 @@ def _place_of(data, kv_head, row, first_slot):
 
 
 @cute.jit
-def _load_stats(stats, k, count):
+def _load_stats(stats, k, count, hint: cutlass.Constexpr[str]):
     """Reference and sum of a partial result, those of nothing past the last."""
     there = Int32(0)
     if k < count:
         there = Int32(1)
-    return ptx.load_pair_or(stats + Int64(k) * 8, there, (NOTHING, 0.0))
+    return ptx.load_pair_or(stats + Int64(k) * 8, there, (NOTHING, 0.0), hint)
 
 
 @cute.jit
-def _load_part(tile: cutlass.Constexpr[Tile], data, at, k, count, lane):
+def _load_part(tile: cutlass.Constexpr[Tile], data, at, k, count, lane, hint: cutlass.Constexpr[str]):
     """This lane's elements of a partial result, zeros past the last."""
     there = Int32(0)
     if k < count:
@@ -179,7 +255,7 @@ def _load_part(tile: cutlass.Constexpr[Tile], data, at, k, count, lane):
     from_ = data.partial_out + (at + k) * (tile.dim * 4) + lane * (4 * vector)
     part = []
     for z in cutlass.range_constexpr(0, tile.own_elements, vector):
-        part += ptx.load_or_zero(from_ + 32 * 4 * z, there, vector)
+        part += ptx.load_or_zero(from_ + 32 * 4 * z, there, vector, Float32, hint)
     return part
 
 

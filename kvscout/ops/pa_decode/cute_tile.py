@@ -54,9 +54,13 @@ ROWS_DIM = 128
 SHARED_BYTES = 228 << 10
 """Shared memory of a multiprocessor, of which the system takes the following for each thread block."""
 RESERVED_BYTES = 1024
+COUNTERS = 32
+"""Counters of arrivals of a sequence and KV head: one for each block of query rows."""
 REDUCE_THREADS = 128
 REDUCE_FEW = 8
 """Partial results that a warp of the merge adds up by itself."""
+CLUSTER_ROWS = 16
+"""Query rows of a thread block whose cluster merges them."""
 E4M3 = "e4m3"
 KINDS = {E4M3: "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "fp16": "k16.f32.f16.f16"}
 CHUNKED, PLAIN_V, TOKEN_MAJOR = "chunked", "plain_v", "token_major"
@@ -71,6 +75,8 @@ class Places(NamedTuple):
     queries: int  # B operand
     own: int  # of each warpgroup: a B operand, probabilities or widened values; in the end, outputs for the other
     finer: int  # what two e4m3 numbers leave of probabilities; of pairs of thread blocks, in their place for a while
+    mail: int  # of each block of a cluster and each row that this one merges: elements
+    mail_stats: int  # of these: reference and sum
     bounds: int  # (low, high) of each row
     row_scales: int
     maxima: int  # of each warpgroup, warp and row
@@ -84,6 +90,7 @@ class Places(NamedTuple):
     empty_values: int
     full_wide: int  # a barrier of each warpgroup
     empty_wide: int
+    mail_barrier: int
     constants: int  # a word of each warp
     size: int
 
@@ -104,6 +111,7 @@ class Tile:
         layout: how the cache lies.
         value_stages: steps whose values their ring holds, 0 for as many. Values stay until a step has ended, keys
             until it has scores.
+        cluster: whether the blocks of a sequence are a cluster, which merges its partial results itself.
     """
 
     cache: str
@@ -116,6 +124,7 @@ class Tile:
     dim: int = 128
     layout: str = CHUNKED
     value_stages: int = 0
+    cluster: bool = False
 
     def __post_init__(self) -> None:
         if self.value_stages == 0:
@@ -125,6 +134,8 @@ class Tile:
         if self.rows % 16 or STEP % self.page or mixed_up or not (self.in_bulk or self.page == STEP):
             raise ValueError(f"no kernel for {self}")
         if self.by_rows and (self.rows != 64 or self.token_scales or self.dim != ROWS_DIM or not self.in_bulk):
+            raise ValueError(f"no kernel for {self}")
+        if self.cluster and (self.rows != CLUSTER_ROWS or self.blocks > 1):
             raise ValueError(f"no kernel for {self}")
         if self.places.size > SHARED_BYTES // self.blocks - RESERVED_BYTES:
             raise ValueError(f"{self}: needs more shared memory than there is")
@@ -136,7 +147,7 @@ class Tile:
         pages = f"page{self.page}" if self.in_bulk else self.layout
         shape = f"{self.cache}_d{self.dim}_{pages}_rows{self.rows}"
         stages = f"{self.stages}" if self.value_stages == self.stages else f"{self.stages}_{self.value_stages}"
-        return f"pa_decode_{shape}_stages{stages}x{self.blocks}{scales}"
+        return f"pa_decode_{shape}_stages{stages}x{self.blocks}{scales}{'_cluster' * self.cluster}"
 
     @property
     def in_bulk(self) -> bool:
@@ -351,12 +362,15 @@ class Tile:
 
         per_row = 4 * self.rows
         of_step = STEP * 4 if self.token_scales else 0
+        mailed = self.rows if self.cluster else 0
         return Places(
             keys=take(self.stages * self.stage_bytes),
             values=take(self.value_stages * self.stage_bytes),
             queries=take(self.rows * self.dim * 2),
             own=(own := take(WARPGROUPS * self.own_bytes)),
             finer=own if not self.is_e4m3 or self.by_rows or self.blocks > 1 else take(WARPGROUPS * self.own_bytes),
+            mail=take(mailed * self.dim * 4),
+            mail_stats=take(mailed * 8),
             bounds=take(2 * per_row),
             row_scales=take(per_row),
             maxima=take(WARPGROUPS * 4 * per_row),
@@ -370,6 +384,7 @@ class Tile:
             empty_values=take(8 * self.value_stages),
             full_wide=take(8 * WARPGROUPS if self.widens else 0),
             empty_wide=take(8 * WARPGROUPS if self.widens else 0),
+            mail_barrier=take(8 * self.cluster),
             constants=take(4 * self.threads // 32),
             size=at,
         )

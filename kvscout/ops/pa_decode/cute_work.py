@@ -48,6 +48,7 @@ class Data(NamedTuple):
     value_scale_block: Int64
     value_scale_head: Int64
     value_scale_token: Int64
+    arrivals: Int64  # [B, Hkv, 32], int32 zeros: where a sequence's last block merges, or 0
     num_sequences: Int32
     capacity: Int32
     query_length: Int32
@@ -62,6 +63,8 @@ class Data(NamedTuple):
     page_bits: Int32  # a page has 2^page_bits tokens
     rows_of_merge: Int32  # query rows of a thread block of the merge
     rows_first: Int32  # whether the grid's first dimension is row blocks, else tasks
+    max_partitions: Int32
+    cluster_bits: Int32  # a cluster has 2^cluster_bits blocks
     softmax_scale: Float32
     value_factor: Float32
     per_group: Float32  # 1 / group
@@ -81,6 +84,7 @@ class Work(NamedTuple):
     all_low: Any  # what all of its rows see is [all_low, all_high)
     all_high: Any
     context: Any
+    rank: Any  # of the block in its cluster
 
 
 @cute.jit

@@ -29,7 +29,8 @@ class PADecodePlan:
         work_info: int32 ``[capacity, 4]``: (sequence, first tile, end tile, context length); an unused slot is zeros.
         reduce_info: int32 ``[B, 2]``: (first slot, number of slots) of each sequence; an empty one has none.
         arrival_counters: int32 ``[B, Hkv, 32]``, zeros: a line per sequence and KV head for a kernel that merges its
-            own partial results, zeros again when it has: ``triton_tile`` where a plan has one slot a sequence.
+            own partial results, zeros again when it has: ``triton_tile`` where a plan has one slot a sequence, and
+            ``cute_wgmma`` where it has less than two.
         num_kv_heads: heads in the KV cache.
         max_partitions: most tasks that one sequence is split into.
         sliding_window: tokens that a query sees, its own position included; 0 sees all.

@@ -479,6 +479,8 @@ LAYOUTS = ("chunked", "plain_v", "nhd", "hnd")
 PAGES = (16, 32, 64, 128)
 SCALES = PaDecodeCase.ACCEPTED["scales"]
 GQA_GROUPS = (1, 4, 7, 8, *range(9, 18), 32, 64)
+FEW_EDGES = (0, 1, 129, 2303, 0, 515, 4099)
+"""As many as clusters of eight merge of two KV heads."""
 SPLITS = ((1, 5), (2, 33), (3, 64), (4, 512), (8, 264), (16, 264), (64, 512), (256, 512))
 
 
@@ -515,6 +517,24 @@ def _verify() -> Iterator[PaDecodeCase]:
         yield PaDecodeCase(EDGES, splits=splits, scales="head", sinks="ends", odd=("misaligned",))
         yield PaDecodeCase((0, 5000, 0, 300, 0, 0), splits=splits, cache="bf16", page=128, query_length=4)
     yield PaDecodeCase(tuple(range(0, 4000, 20)), scales="token", odd=("magnitudes",))
+    # Few partitions of a few sequences: clusters may merge them.
+    for i, partitions in enumerate(range(2, 9)):
+        for j, cache in enumerate(("e4m3", "bf16", "fp16")):
+            few: dict[str, Any] = {
+                "lengths": FEW_EDGES, "cache": cache, "dtype": "fp16" if cache == "fp16" else "bf16",
+                "page": PAGES[(i + 2 * j) % 4], "sinks": ("ends", "plain")[j % 2],
+                "splits": (partitions, 2 * len(FEW_EDGES) * partitions),
+            }  # fmt: skip
+            shape: dict[str, Any] = {"dim": (64, 128, 256)[(i + j) % 3], "group": (16, 5, 1)[i % 3]}
+            yield PaDecodeCase(**few, **shape, layout=LAYOUTS[(i + j) % 4])
+            scales = SCALES[i % len(SCALES)] if cache == "e4m3" else "none"
+            window = (0, 300, 1)[i % 3]
+            yield PaDecodeCase(**few, group=4, query_length=1 + i % 4, causal=j != 1, window=window, scales=scales)
+    yield PaDecodeCase((2048,) * 66, group=16, kv_heads=1, splits=(2, 132))
+    yield PaDecodeCase((2048,) * 67, group=16, kv_heads=1, splits=(2, 134))
+    # Many sequences that are not split, and what a few become that are alone.
+    yield PaDecodeCase((9000, *(0,) * 140), group=16, kv_heads=1)
+    yield PaDecodeCase((300,) * 90 + (9000,), cache="bf16", page=64, query_length=3, sinks="ends")
     yield PaDecodeCase((200_000, 5), page=128, sinks="ends", query_length=2)
     yield PaDecodeCase((200_000, 5), page=16, cache="bf16", window=8193)
     yield PaDecodeCase((4099, 600), odd=("large",), sinks="ends", cache="bf16", page=64)
@@ -569,6 +589,8 @@ DENSE = (("bs1-8k", 1, 8192), ("bs4-8k", 4, 8192), ("bs8-8k", 8, 8192), ("bs32-8
          ("bs3-220k", 3, 220_000))  # fmt: skip
 VERIFY_MTP = (("3x4-8k", 3, 8192), ("3x4-32k", 3, 32768), ("8x4-32k", 8, 32768), ("3x4-220k", 3, 220_000))
 SPARSE = (("4", 4, 2048), ("64", 64, 2048))
+SPARSE_PARTITIONS = (8, 2)
+"""As many as clusters of blocks merge at once."""
 SELECTED = 2048
 PREFILL = (1024, 4096, 8192)
 
@@ -594,7 +616,11 @@ SPARSE_PREFILL = [(f"prefill-{rows}", tuple(min(i + 1, SELECTED) for i in range(
 GROUPS = {
     "decode": _group("dense", DENSE, page=128),
     "verify-mtp": _group("verify", VERIFY_MTP, page=128, query_length=4),
-    "sparse": _group("sparse", SPARSE, "sparse", num_blocks=4096),
+    "sparse": [
+        case
+        for (label, batch, length), partitions in zip(SPARSE, SPARSE_PARTITIONS, strict=True)
+        for case in _group("sparse", [(label, batch, length)], "sparse", num_blocks=4096, splits=(partitions, 132))
+    ],
     "sparse-prefill": _of_lengths("sparse", SPARSE_PREFILL, "sparse", num_blocks=4096),
 }
 """What ``bench`` times, by the name of the option that selects it."""

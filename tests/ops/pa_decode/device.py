@@ -6,6 +6,8 @@ Operands are read as the matrix instructions in the PTX text read them. Neither 
 import builtins
 import functools
 import re
+import threading
+from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
@@ -17,6 +19,9 @@ import kvscout
 from kvscout.ops.pa_decode import cute_tile
 from tests.ops.mqa_logits import lanes
 from tests.ops.mqa_logits.lanes import Int32, _Constexpr
+
+RANK_BIT = 24
+"""Where a block's rank begins in shared addresses of a cluster."""
 
 NAN = 0xFF
 """A byte of which elements of each type are NaN."""
@@ -75,19 +80,30 @@ def _unpack_e4m3(word):
     return [Int32(pair) for pair in four.view(torch.int32).tolist()]
 
 
-def code_of(name, ptx=None):
-    """The functions of a file of device code of ``pa_decode``; instructions are attributes of ``ptx``."""
+def code_of(name, ptx=None, arch=None):
+    """The functions of a file of device code of ``pa_decode``; instructions are attributes of ``ptx``.
+
+    ``arch`` is what ``cute.arch`` has besides.
+    """
     cute, cutlass = ModuleType("cutlass.cute"), ModuleType("cutlass")
-    cute.jit = lambda function: function
+    cute.jit = cute.kernel = lambda function: function
     cute.make_rmem_tensor = Registers
+    cute.Tensor = None
     cute.arch = SimpleNamespace(
         sync_warp=lambda: None,
         sync_threads=_meet,
         griddepcontrol_wait=lambda: None,
         griddepcontrol_launch_dependents=lambda: None,
+        thread_idx=lambda: (Int32(lanes._lane.thread), 0, 0),
+        warp_idx=lambda: Int32(lanes._lane.thread // 32),
+        make_warp_uniform=lambda warp: warp,
+        **(arch or {}),
     )
     vars(cutlass).update(
         cute=cute,
+        make_fake_stream=None,
+        make_fake_tensor=None,
+        Uint8=np.uint8,
         Int32=Int32,
         Int64=Int64,
         Float32=Float32,
@@ -108,7 +124,7 @@ def code_of(name, ptx=None):
         if module.endswith("kernels.cute"):
             return SimpleNamespace(ptx=ptx)
         if level == 1 and module.startswith("cute_") and module != "cute_tile":
-            return code_of(module, ptx)
+            return code_of(module, ptx, arch)
         return builtins.__import__(module, globals_, locals_, names, level)
 
     path = Path(cute_tile.__file__).with_name(f"{name}.py")
@@ -187,11 +203,11 @@ class Memory:
         found = [kind(word) for word in self.shared[address : address + 4 * count].view(_dtype(kind))]
         return found[0] if count == 1 else found
 
-    def _load(self, address, kind=Int32, count=1):
+    def _load(self, address, kind=Int32, count=1, hint=""):
         found = [kind(word) for word in self.read(address, 4 * count).view(_dtype(kind))]
         return found[0] if count == 1 else found
 
-    def _load_or_zero(self, address, valid, count, kind=Float32):
+    def _load_or_zero(self, address, valid, count, kind=Float32, hint=""):
         return self._load(address, kind, count) if valid else [kind(0)] * count
 
     def _store(self, address, values, kind=Float32, hint=""):
@@ -212,8 +228,9 @@ class Memory:
             descriptor=text_of["descriptor"],
             load=self._load,
             store=self._store,
-            load_pair_or=lambda address, valid, other: self._load(address, Float32, 2) if valid else other,
+            load_pair_or=lambda address, valid, other, hint="": self._load(address, Float32, 2) if valid else other,
             sync=_meet,
+            thread_index=lambda: Int32(lanes._lane.thread),
             exchange=_exchange,
             ballot=_ballot,
             unpack_e4m3=_unpack_e4m3,
@@ -270,6 +287,100 @@ class Memory:
             turned = k16 and instruction.rpartition(",")[0].rpartition(",")[2].strip() == "1"
             self.products.append(_operand(self.shared, begin, leading, stride, turned, swizzle))
         return [np.float32(0)] * len(outputs)
+
+
+class Cluster:
+    """The blocks of a cluster, each with shared memory of its own, and global memory of all.
+
+    The rank of a block is the bits of its shared addresses from the 24th on, as on the device. A barrier that blocks of
+    a cluster wait at is waited for indeed, and no byte is sent twice.
+
+    Attributes:
+        memories: those of the blocks.
+        stored: how often each address of global memory was stored to.
+        sent: for each block, how often each byte of its shared memory was sent by another.
+    """
+
+    def __init__(self, size, shared_size, arrays):
+        self.memories = [Memory(shared_size, arrays) for _ in range(size)]
+        self.sent = [np.zeros(shared_size, np.int64) for _ in range(size)]
+        self.stored = Counter()
+        self.changed = threading.Condition()
+
+    def shared(self, rank):
+        """Where a block's shared memory begins."""
+        return Int32(rank << RANK_BIT)
+
+    def local(self, address):
+        """The block of a shared address, and the address without it."""
+        return address >> RANK_BIT, Int32(address & instructions()["SHARED_ADDRESS"])
+
+    def _send(self, address, values, barrier):
+        (rank, at), (its_rank, its_barrier) = self.local(address), self.local(barrier)
+        size = 4 * len(values)
+        assert rank == its_rank
+        assert len(values) in (2, 4)
+        assert at % size == 0
+        memory = self.memories[rank]
+        with self.changed:
+            memory.shared[at : at + size] = np.array(values, np.float32).view(np.uint8)
+            self.sent[rank][at : at + size] += 1
+            memory.arrived[its_barrier] = memory.arrived.get(its_barrier, 0) + size
+            self.changed.notify_all()
+
+    def _expect(self, barrier, size):
+        rank, barrier = self.local(barrier)
+        memory = self.memories[rank]
+        with self.changed:
+            # As `Memory` has it, with an arrival that counts for as many bytes as none.
+            assert barrier not in memory.expected
+            memory.expected[barrier] = size
+            self.changed.notify_all()
+
+    def is_complete(self, barrier):
+        """Whether a barrier has all bytes that it expects."""
+        rank, barrier = self.local(barrier)
+        memory = self.memories[rank]
+        return barrier in memory.expected and memory.arrived.get(barrier, 0) == memory.expected[barrier]
+
+    def _wait(self, barrier, phase):
+        assert phase == 0
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.is_complete(barrier), 20):
+                raise TimeoutError("not all bytes have come")
+
+    def _store(self, address, values, kind=Float32, hint=""):
+        for i in range(len(values)):
+            self.stored[int(address) + 4 * i] += 1
+        self.memories[0]._store(address, values, kind)
+
+    def _of_block(self, name):
+        def call(address, *arguments):
+            rank, address = self.local(address)
+            return getattr(self.memories[rank], name)(address, *arguments)
+
+        return call
+
+    @property
+    def ptx(self):
+        """The instructions."""
+        code = SimpleNamespace(**vars(self.memories[0].ptx))
+        shared_load = self._of_block("_shared_load")
+        vars(code).update(
+            store=self._store,
+            shared_load=shared_load,
+            shared_store=self._of_block("_shared_store"),
+            shared_load_or=lambda address, valid, default: (
+                shared_load(address, Float32, len(default)) if valid else [Float32(x) for x in default]
+            ),
+            address_in_block=lambda address, rank: Int32(
+                (address & instructions()["SHARED_ADDRESS"]) + (range(len(self.memories))[rank] << RANK_BIT)
+            ),
+            send=self._send,
+            barrier_expect=self._expect,
+            barrier_wait_for_cluster=self._wait,
+        )
+        return code
 
 
 def _dtype(kind):

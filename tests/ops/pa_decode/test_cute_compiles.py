@@ -21,8 +21,10 @@ pytestmark = [
 
 
 def is_compiled(tile):
-    """Not all of them, for the sake of time: other pages of D 64 and 256, small pieces and float16 differ little."""
-    if tile.dim == 128 and tile.in_bulk:
+    """Not all of them, for the sake of time: other pages of D 64 and 256, of clusters too, small pieces and float16
+    differ little.
+    """
+    if tile.dim == 128 and tile.in_bulk and not tile.cluster:
         return True
     return tile.cache != "fp16" and (tile.page == 32 if tile.in_bulk else tile.dim > 64)
 
@@ -67,7 +69,11 @@ class Made:
     spills: int
     warnings: list[str]
     decode: Kernel
-    reduce: Kernel
+    reduce: Kernel | None = None  # clusters need none
+
+    @property
+    def kernels(self):
+        return [self.decode] if self.reduce is None else [self.decode, self.reduce]
 
 
 @pytest.fixture(
@@ -87,7 +93,7 @@ def programs(request, run_python):
 def test_nothing_spills_and_matrix_instructions_are_not_serialised(programs):
     for made in programs:
         assert (made.spills, made.warnings) == (0, []), made.tile.name
-        for kernel in (made.decode, made.reduce):
+        for kernel in made.kernels:
             assert kernel.stack == 0, made.tile.name
             assert kernel.places("LDL", "STL") == [], made.tile.name
         assert made.decode.registers * made.tile.threads <= REGISTERS, made.tile.name
@@ -141,10 +147,6 @@ def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(pro
     for made in programs:
         (wait,) = made.decode.places("ACQBULK")
         assert made.decode.places(*memory)[0] > wait, made.tile.name
-        # The merge reads which slots are whose in the plan, which is older, and nothing else.
-        (wait,) = made.reduce.places("ACQBULK")
-        early = [place for place in made.reduce.places(*memory) if place < wait]
-        assert [made.reduce.opcodes[place].partition(".")[0] for place in early] == ["LDG", "LDG"], made.tile.name
         # The merge is launched in the last step, or after it where that was slower.
         (trigger,) = made.decode.places("PREEXIT")
         products = made.decode.places("QGMMA", "HGMMA")
@@ -152,13 +154,54 @@ def test_the_start_overlaps_the_kernel_before_and_touches_none_of_its_memory(pro
             assert trigger > products[-1], made.tile.name
         else:
             assert made.decode.places("ACQBULK")[0] < trigger < products[0], made.tile.name
+        assert (made.reduce is None) == made.tile.cluster, made.tile.name
+        if made.reduce is None:
+            continue
+        # The merge reads which slots are whose in the plan, which is older, and nothing else.
+        (wait,) = made.reduce.places("ACQBULK")
+        early = [place for place in made.reduce.places(*memory) if place < wait]
+        assert [made.reduce.opcodes[place].partition(".")[0] for place in early] == ["LDG", "LDG"], made.tile.name
         # The merge launches the next kernel before it waits itself; blocks in pairs leave it to its end.
         (trigger,) = made.reduce.places("PREEXIT")
         assert trigger > made.reduce.places("LDG")[-1] if made.tile.blocks > 1 else trigger < wait, made.tile.name
 
 
+def test_clusters_send_to_each_other_s_shared_memory_once_all_blocks_are_there(programs):
+    for made in programs:
+        sends, stats = made.decode.places("STAS.128"), made.decode.places("STAS.64")
+        waits, arrivals = made.decode.places("UCGABAR_WAIT"), made.decode.places("UCGABAR_ARV")
+        if not made.tile.cluster:
+            assert sends + stats + waits + arrivals == [], made.tile.name
+            continue
+        # Of two rows: elements, reference and sum.
+        vectors = 2 * (made.tile.dim // 32 // made.tile.vector)
+        counts = {"STAS.128": vectors, "STAS.64": 2} if made.tile.dim > 64 else {"STAS.64": vectors + 2}
+        assert Counter(made.decode.opcodes[place] for place in sends + stats) == counts, made.tile.name
+        # Loading warps, and those that multiply with a task and without one.
+        assert (len(arrivals), len(waits)) == (1, 3), made.tile.name
+        (arrival,), (acquire,) = arrivals, made.decode.places("ACQBULK")
+        assert arrival < acquire < waits[0], made.tile.name
+        assert any(wait < min(sends + stats) for wait in waits), made.tile.name
+
+
+def test_the_last_block_counts_itself_and_reads_past_l1(programs):
+    for made in programs:
+        opcodes, counts = made.decode.opcodes, made.decode.places("ATOMG", "ATOM", "RED")
+        if made.tile.cluster:
+            assert counts == [], made.tile.name
+            continue
+        (count,) = counts
+        assert opcodes[count] == "ATOMG.E.INC.STRONG.GPU", made.tile.name
+        # What the others stored is seen by all, before it.
+        assert any(opcodes[place] == "MEMBAR.ALL.GPU" for place in range(count - 6, count)), made.tile.name
+        assert count > made.decode.places("QGMMA", "HGMMA")[-1], made.tile.name
+        vectors = [opcodes[place] for place in made.decode.places("LDG.E.128", "LDG.E.64") if place > count]
+        assert vectors, made.tile.name
+        assert all(word.endswith(".STRONG.GPU") for word in vectors), made.tile.name
+
+
 def test_nothing_divides(programs):
     for made in programs:
-        for kernel in (made.decode, made.reduce):
+        for kernel in made.kernels:
             # What a division by a number that is not constant becomes: a reciprocal of an integer.
             assert kernel.places("I2F.U32.RP", "I2F.RP", "CALL") == [], made.tile.name

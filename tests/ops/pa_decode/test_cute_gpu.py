@@ -1,11 +1,13 @@
 """``cute_wgmma`` on a Hopper GPU: what a call launches, what a graph replays, and calls that overlap."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvscout import pa_decode, plan_pa_decode
 from kvscout.kernels.cute import runtime
-from kvscout.ops.pa_decode.api import FAMILY
+from kvscout.ops.pa_decode.api import FAMILY, Call, check, plan_numbers
 from kvscout.ops.pa_decode.variants.cute_wgmma import VARIANT
 from kvscout.paging import LAYOUTS
 from kvscout.testing import paged_inputs
@@ -66,6 +68,152 @@ def test_a_call_that_is_never_split_is_one_kernel(on_the_gpu):
     call = make((800, 300, 0), splits=(1, 264))
     (name,) = on_the_gpu(lambda: pa_decode(**call))
     assert "decode" in name
+
+
+def prepared(call, lse=None):
+    """What a variant is given for a call."""
+    plan = call["work_plan"]
+    words = {name: value for name, value in call.items() if name in Call._fields}
+    return check(
+        Call(
+            **words, work_info=plan.work_info, reduce_info=plan.reduce_info, arrival_counters=plan.arrival_counters,
+            plan_numbers=plan_numbers(plan), lse=lse,
+        ),
+        plan.scratch,
+    )  # fmt: skip
+
+
+def merges_of(call, sinks=None):
+    """What each way to merge makes of a call, for each config: outputs and their logarithms, over poisoned memory."""
+    lse = torch.empty(call["query"].shape[:2], device=DEVICE)
+    problem, args = prepared(call | ({} if sinks is None else {"sinks": sinks}), lse)
+    found = {}
+    for config in VARIANT.configs(problem):
+        for memory in (args.output, lse, *args.scratch()):
+            memory.fill_(float("nan"))
+        VARIANT.launch(problem, config, args)
+        tile = replace(config, merge="kernel")
+        found.setdefault(tile, {})[config.merge] = args.output.clone(), lse.clone()
+        assert not args.arrival_counters.any(), config
+    return found
+
+
+def check_merges(call, ways, sinks=None):
+    for config, merged in merges_of(call, sinks).items():
+        wanted = ways if config.rows == 16 and config.blocks == 1 else ways - {"cluster"}
+        assert set(merged) == wanted, config
+        for way, (output, lse) in merged.items():
+            assert not output.isnan().any(), (config, way)
+            assert same_bits(output, merged["kernel"][0]), (config, way)
+            assert same_bits(lse.view(torch.int32), merged["kernel"][1].view(torch.int32)), (config, way)
+
+
+EVERY_WAY = {"kernel", "cluster", "last"}
+MERGED_LENGTHS = (0, 1, 128, 129, 300, 0, 1000, 2047, 2048, 4099, 7, 8192, 0, 512, 5000)
+
+
+@pytest.mark.parametrize("partitions", range(2, 9))
+@pytest.mark.parametrize(("cache", "group"), [(FN, 16), (torch.bfloat16, 5)])
+@pytest.mark.parametrize(("layout", "dim"), [*((layout, 128) for layout in LAYOUTS), ("chunked", 64), ("hnd", 256)])
+def test_all_ways_to_merge_give_the_same_bits(partitions, cache, group, layout, dim):
+    splits = partitions, 15 * partitions
+    call = make(MERGED_LENGTHS, cache, layout=layout, dim=dim, group=group, page=32, splits=splits)
+    check_merges(call, EVERY_WAY, sinks=torch.linspace(-2, 4, group, device=DEVICE))
+
+
+@pytest.mark.parametrize(("partitions", "most"), [(2, 66), (3, 30), (4, 30), (5, 15), (8, 15)])
+@pytest.mark.parametrize("empty", [0, 1, 3])
+def test_clusters_merge_as_many_sequences_as_are_resident(partitions, most, empty):
+    for sequences, ways in ((most, EVERY_WAY), (most + 1, EVERY_WAY - {"cluster"}), (1, EVERY_WAY)):
+        lengths = tuple(0 if empty and i % 4 < empty else 100 + 37 * i for i in range(sequences))
+        check_merges(make(lengths, splits=(partitions, partitions * sequences)), ways)
+        # Most of them are not split, so that slots are not where they would be.
+        check_merges(make(lengths, splits=(partitions, sequences + 1)), ways if sequences > 1 else EVERY_WAY)
+    check_merges(make((0,) * most, splits=(partitions, partitions * most)), EVERY_WAY)
+
+
+def test_the_last_block_merges_few_and_many_partial_results():
+    for lengths in ((9000, 0, 0, 0, 0, 300), (20_000, *(0,) * 150), (5000,) * 90):
+        for query_length, group in ((1, 16), (4, 16), (3, 64)):
+            call = make(lengths, query_length=query_length, group=group, splits=(132, 132))
+            check_merges(call, {"kernel", "last"})
+
+
+def test_clusters_and_last_blocks_take_no_second_kernel(on_the_gpu):
+    call = make((2048,) * 8, splits=(2, 16))
+    (name,) = on_the_gpu(lambda: pa_decode(**call))
+    assert "decode" in name
+    call = make((2048,) * 8, splits=(132, 9))
+    (name,) = on_the_gpu(lambda: pa_decode(**call))
+    assert "decode" in name
+
+
+@pytest.mark.parametrize("cache", [FN, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("way", "partitions", "sequences", "layout"),
+    [("cluster", 2, 66, "chunked"), ("cluster", 2, 64, "nhd"), ("cluster", 4, 30, "chunked"),
+     ("cluster", 8, 15, "chunked"), ("last", 2, 100, "chunked"), ("last", 8, 15, "plain_v"), ("last", 132, 9, "hnd")],
+)  # fmt: skip
+def test_many_replays_of_every_way_to_merge_give_the_same_bits(cache, way, partitions, sequences, layout):
+    lengths = tuple((2048, 300, 0, 5000, 129)[i % 5] for i in range(sequences))
+    call = make(lengths, cache, layout=layout, splits=(partitions, max(132, partitions * sequences)))
+    problem, args = prepared(call)
+    expected = merges_of(call)
+    config = next(config for config in VARIANT.configs(problem) if config.merge == way)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            VARIANT.launch(problem, config, args)
+    wrong = torch.zeros((), device=DEVICE, dtype=torch.int64)
+    bits = expected[replace(config, merge="kernel")]["kernel"][0].view(torch.int16)
+    for _ in range(2000):
+        args.output.fill_(float("nan"))
+        for part in args.scratch():
+            part.fill_(float("nan"))
+        graph.replay()
+        wrong += (args.output.view(torch.int16) != bits).sum()
+    assert int(wrong) == 0
+    assert not args.arrival_counters.any()
+
+
+@pytest.mark.parametrize("splits", [(2, 132), (8, 120), (132, 20)])
+def test_replays_of_other_merges_follow_lengths_that_change(splits):
+    longest = (8192, 4099, 1, 700, *(300,) * 9)
+    call = make(longest, splits=splits)
+    output, lengths = call["output"], call["context_lengths"]
+    pa_decode(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan_pa_decode(lengths, 1, plan=call["work_plan"])
+        pa_decode(**call)
+    others = (0,) * 9
+    for changed in (longest, (1, 2, 0, 3, *others), (0,) * 13, (8192, *(0,) * 12), (129, 4000, 1, 0, *others), longest):
+        lengths.copy_(torch.tensor(changed))
+        output.fill_(float("nan"))
+        graph.replay()
+        assert not output.isnan().any()
+        expected = torch.empty_like(output)
+        pa_decode(**call | {"output": expected, "variant": "triton_tile"})
+        assert (output - expected).float().norm() <= 5e-3 * expected.float().norm()
+        assert not call["work_plan"].arrival_counters.any()
+
+
+def test_calls_of_clusters_that_start_while_the_one_before_ends_see_all_that_it_wrote():
+    call = make((2048,) * 60 + (0, 700), splits=(2, 132))
+    first = call["query"].clone()
+
+    def chain(between):
+        read, written = first.clone(), torch.zeros_like(first)
+        for _ in range(20):
+            pa_decode(**call | {"query": read, "output": written, "value_scale": 20.0})
+            between()
+            read, written = written, read
+        return read
+
+    slowly = chain(torch.cuda.synchronize)
+    assert slowly.isfinite().all()
+    for _ in range(20):
+        assert same_bits(chain(lambda: None), slowly)
 
 
 @pytest.mark.parametrize("cache", [FN, torch.bfloat16])

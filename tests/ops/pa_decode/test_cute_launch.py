@@ -1,6 +1,7 @@
 """What a call of ``cute_wgmma`` puts on a GPU: one call of one program, on the caller's own tensors."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from kvscout import pa_decode, plan_pa_decode
 from kvscout.kernels.cute import runtime
 from kvscout.ops.pa_decode import cute_tile
+from kvscout.ops.pa_decode.api import Call, check, plan_numbers
 from kvscout.ops.pa_decode.variants import cute_wgmma
 from kvscout.testing.compiled import _HostOps
 
@@ -64,8 +66,27 @@ def decode(call, launches, **more):
     return launch, host.names
 
 
+def _launch_with(made, **changes):
+    """Launch with another config than the rule's."""
+    plan = made.pop("work_plan")
+    words = {name: value for name, value in made.items() if name in Call._fields}
+    asked, args = check(
+        Call(
+            **words, work_info=plan.work_info, reduce_info=plan.reduce_info, arrival_counters=plan.arrival_counters,
+            plan_numbers=plan_numbers(plan),
+        ),
+        plan.scratch,
+    )  # fmt: skip
+    cute_wgmma._launch(asked, replace(cute_wgmma._default_config(asked), **changes), args)
+    made["work_plan"] = plan
+    return asked
+
+
 def test_a_call_is_one_program_on_the_caller_s_own_tensors(call, launches):
     made = call(group=4, kv_heads=2, page=32, query_length=3)
+    made["work_plan"] = plan_pa_decode(
+        made["context_lengths"], 2, max_partitions=4, workgroup_budget=12, query_length=3
+    )  # fmt: skip
     lse = torch.empty(*made["query"].shape[:2])
     sinks = torch.zeros(8)
     launch, host_ops = decode(made, launches, lse=lse, sinks=sinks, key_scale=0.5, value_scale=torch.ones(2))
@@ -91,6 +112,7 @@ def test_a_call_is_one_program_on_the_caller_s_own_tensors(call, launches):
     assert (data.back, data.ahead) == (MOST, 1)
     assert launch.device is made["context_lengths"]
     assert launch.numbers == (plan.capacity, 1, 2, 3, 3)
+    assert data.arrivals == 0
     assert data.rows_of_merge == 4
     assert decode(made, launches)[1] == []
 
@@ -164,11 +186,73 @@ def test_a_plan_without_splits_takes_no_merge_and_no_scratch(call, launches):
     assert launch.numbers[-2:] == (0, 0)
 
 
+@pytest.mark.parametrize(("partitions", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3)])
+def test_clusters_hold_a_sequence_s_partitions_and_take_no_merge_and_no_scratch(partitions, bits, call, launches):
+    made = call(group=4, kv_heads=2)
+    made["work_plan"] = plan_pa_decode(made["context_lengths"], 2, max_partitions=partitions)
+    with _HostOps() as host:
+        _launch_with(made, merge="cluster")
+    assert host.names == []
+    (launch,) = launches
+    assert launch.tile.cluster
+    assert (launch.data.partial_out, launch.data.partial_stats) == (0, 0)
+    assert (launch.data.max_partitions, launch.data.cluster_bits) == (partitions, bits)
+    # A cluster along the first dimension, and nothing after it.
+    assert launch.numbers == (1 << bits, 3, 2, 0, 0)
+    assert launch.data.rows_first == 0
+
+
+def test_the_rule_takes_clusters_of_two_unless_it_must_not(call, launches, monkeypatch):
+    made = call(group=4, kv_heads=2)
+    made["work_plan"] = plan_pa_decode(made["context_lengths"], 2, max_partitions=2)
+    launch, _ = decode(made, launches)
+    assert launch.tile.cluster
+    assert launch.numbers == (2, 3, 2, 0, 0)
+    monkeypatch.setenv("KVSCOUT_PA_CLUSTER_MERGE", "0")
+    launch, _ = decode(made, launches)
+    assert not launch.tile.cluster
+    assert launch.numbers[:3] == (made["work_plan"].capacity, 1, 2)
+    assert launch.numbers[3] > 0
+    monkeypatch.delenv("KVSCOUT_PA_CLUSTER_MERGE")
+    # Nor where no sequence can be split.
+    launch, _ = decode(made, launches, max_context_length=128)
+    assert not launch.tile.cluster
+    assert launch.numbers[3:] == (0, 0)
+
+
+@pytest.mark.parametrize(("sequences", "heads", "query_length"), [(9, 2, 1), (5, 1, 9)])
+def test_the_last_block_merges_where_most_sequences_are_not_split(
+    sequences, heads, query_length, call, launches, monkeypatch
+):
+    made = call(lengths=(9,) * sequences, group=16, kv_heads=heads, query_length=query_length)
+    plan = made["work_plan"]
+    assert plan.capacity < 2 * sequences
+    launch, host_ops = decode(made, launches)
+    assert len(host_ops) == 2
+    # No second kernel, and counters that none of its others counts.
+    assert launch.data.arrivals == plan.arrival_counters.data_ptr()
+    assert launch.data.partial_out != 0
+    assert launch.numbers[2:] == (heads, 0, 0)
+    tile = launch.tile
+    _launch_with(made, merge="kernel")
+    launch = launches.pop()
+    assert (launch.tile, launch.data.arrivals) == (tile, 0)
+    assert launch.numbers[3] > 0
+    # Nothing arrives where nothing is split, nor where merges in a tile are turned off.
+    launch, _ = decode(made, launches, max_context_length=128)
+    assert (launch.data.arrivals, launch.data.partial_out, launch.numbers[3:]) == (0, 0, (0, 0))
+    monkeypatch.setenv("KVSCOUT_PA_CLUSTER_MERGE", "0")
+    launch, _ = decode(made, launches)
+    assert launch.data.arrivals == 0
+    assert launch.numbers[3] > 0
+
+
 def test_many_rows_are_merged_by_fewer_thread_blocks(call, launches):
     for lengths, heads, rows, grid in (
         ((9,) * 4, 1, 4, (4, 4)), ((1,) * 600, 1, 4, (528, 1)), ((1,) * 1000, 2, 4, (264, 1)),
     ):  # fmt: skip
-        launch, _ = decode(call(lengths=lengths, group=16, kv_heads=heads), launches)
+        _launch_with(call(lengths=lengths, group=16, kv_heads=heads), merge="kernel")
+        launch = launches.pop()
         assert (launch.data.rows_of_merge, launch.numbers[-2:]) == (rows, grid)
     made = call(lengths=(9000,) * 4, group=16, kv_heads=1)
     made["work_plan"] = plan_pa_decode(made["context_lengths"], 1, max_partitions=16, workgroup_budget=32)

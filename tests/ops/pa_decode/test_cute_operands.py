@@ -29,7 +29,7 @@ def tiles():
     found = {}
     for program in cute_wgmma.VARIANT.programs():
         tile = program.spec
-        if tile.rows != 16 or tile.blocks != 1 or tile.cache == "fp16":
+        if tile.rows != 16 or tile.blocks != 1 or tile.cache == "fp16" or tile.cluster:
             continue
         layouts = {"token_major": ("nhd", "hnd")}.get(tile.layout, (tile.layout,))
         pages = [tile.page] if tile.in_bulk else paging.PAGE_SIZES

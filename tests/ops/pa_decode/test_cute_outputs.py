@@ -17,7 +17,10 @@ CAPACITY, SLOT = 12, 3
 TILES = [
     program.spec
     for program in VARIANT.programs()
-    if program.spec.blocks == 1 and program.spec.cache == "bf16" and program.spec.layout == "plain_v"
+    if program.spec.blocks == 1
+    and program.spec.cache == "bf16"
+    and program.spec.layout == "plain_v"
+    and not program.spec.cluster
 ]
 
 BY_ROWS = next(program.spec for program in VARIANT.programs() if program.spec.by_rows and program.spec.cache == "bf16")

@@ -1,6 +1,7 @@
 """Which kernel ``pa_decode`` takes for which call on Hopper, and why it takes none."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -51,17 +52,48 @@ def every_kernel(monkeypatch):
         ({"query_length": 9}, Config(64, 4, by_rows=True)),
         ({"query_length": 4, "key_scale": TOKEN}, Config(64, 4)),
         ({"cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
-        ({"cache_dtype": torch.bfloat16, "capacity": 4}, Config(16, 2)),
+        ({"cache_dtype": torch.bfloat16, "capacity": 8}, Config(16, 2)),
         ({"cache_dtype": torch.float16, "dtype": torch.float16, "query_length": 3}, Config(64, 2, by_rows=True)),
         ({"head_dim": 64}, Config(16, 4, 2)),
-        ({"head_dim": 64, "capacity": 4, "cache_dtype": torch.bfloat16}, Config(16, 4)),
+        ({"head_dim": 64, "capacity": 8, "cache_dtype": torch.bfloat16}, Config(16, 4)),
         ({"head_dim": 64, "query_length": 4}, Config(32, 8)),
         ({"layout": "plain_v", "whole_pages": False}, Config(16, 2, 2)),
-        ({"layout": "plain_v", "page": 16, "num_heads": 64, "capacity": 4}, Config(32, 4)),
+        ({"layout": "plain_v", "page": 16, "num_heads": 64, "capacity": 8}, Config(32, 4)),
         ({"layout": "hnd", "cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
         # Transposing takes more registers than two blocks have.
         ({"layout": "nhd"}, Config(16, 4)),
         ({"layout": "nhd", "cache_dtype": torch.bfloat16, "head_dim": 256, "num_heads": 32}, Config(32, 1)),
+        # Clusters of two, while all of them run at once.
+        ({"max_partitions": 2, "num_sequences": 66, "capacity": 132}, Config(16, 4, merge="cluster")),
+        ({"max_partitions": 2, "num_sequences": 67, "capacity": 134}, Config(16, 2, 2)),
+        (
+            {"max_partitions": 2, "num_sequences": 33, "num_heads": 32, "num_kv_heads": 2, "capacity": 66},
+            Config(16, 4, merge="cluster"),
+        ),
+        (
+            {"max_partitions": 2, "num_sequences": 34, "num_heads": 32, "num_kv_heads": 2, "capacity": 68},
+            Config(16, 2, 2),
+        ),
+        ({"max_partitions": 2, "capacity": 8, "num_heads": 17}, Config(32, 4)),
+        ({"max_partitions": 2, "capacity": 8, "query_length": 2, "num_heads": 8}, Config(16, 4, merge="cluster")),
+        ({"max_partitions": 2, "capacity": 8, "merge_in_tile": False}, Config(16, 4)),
+        ({"max_partitions": 2, "capacity": 8, "layout": "nhd"}, Config(16, 4, merge="cluster")),
+        (
+            {"max_partitions": 2, "capacity": 8, "head_dim": 256, "cache_dtype": torch.bfloat16},
+            Config(16, 1, merge="cluster"),
+        ),
+        ({"max_partitions": 1, "capacity": 4}, Config(16, 4)),
+        # The last block, where most sequences are not split and no cluster merges.
+        ({"capacity": 7}, Config(16, 4, merge="last")),
+        ({"capacity": 8}, Config(16, 4)),
+        ({"capacity": 7, "merge_in_tile": False}, Config(16, 4)),
+        ({"capacity": 7, "max_partitions": 2}, Config(16, 4, merge="cluster")),
+        ({"num_sequences": 133, "capacity": 133}, Config(16, 2, 2, merge="last")),
+        ({"capacity": 4, "query_length": 9}, Config(64, 4, by_rows=True, merge="last")),
+        # A counter for each block of rows, up to as many as there are.
+        ({"capacity": 4, "num_heads": 64, "query_length": 32}, Config(64, 4, by_rows=True, merge="last")),
+        ({"capacity": 4, "num_heads": 64, "query_length": 33}, Config(64, 4, by_rows=True)),
+        ({"max_partitions": 3, "capacity": 12}, Config(16, 4)),
         # Two blocks have no room for such stages, nor one registers for 64 rows.
         ({"head_dim": 256}, Config(16, 2)),
         ({"head_dim": 256, "cache_dtype": torch.bfloat16}, Config(16, 1)),
@@ -74,17 +106,49 @@ def test_a_call_gets_its_config(words, config, every_kernel):
     assert (choice.variant.name, choice.config) == (NAME, config)
 
 
+@pytest.mark.parametrize(("size", "most"), [(2, 66), (4, 30), (8, 15)])
+def test_clusters_are_there_for_plans_of_few_partitions_while_all_run_at_once(size, most):
+    def has_clusters(**words):
+        found = [config for config in VARIANT.configs(problem(**words)) if config.merge == "cluster"]
+        assert all(config.rows == 16 and config.blocks == 1 for config in found)
+        return bool(found)
+
+    for partitions in range(size // 2 + 1, size + 1):
+        words = {"max_partitions": partitions, "num_sequences": most, "capacity": most * partitions}
+        assert has_clusters(**words)
+        assert has_clusters(**words, query_length=2, num_heads=8)
+        assert not has_clusters(**words | {"num_sequences": most + 1})
+        assert not has_clusters(**words, query_length=2, num_heads=9)
+        assert not has_clusters(**words, merge_in_tile=False)
+        assert not has_clusters(**words | {"max_partitions": 1})
+        assert not has_clusters(**words | {"max_partitions": 9})
+        assert has_clusters(**words | {"num_sequences": most // 2}, num_heads=32, num_kv_heads=2)
+        assert not has_clusters(**words | {"num_sequences": most // 2 + 1}, num_heads=32, num_kv_heads=2)
+
+
+def test_the_last_block_may_merge_whatever_can_be_split():
+    def merges(**words):
+        return Counter(config.merge for config in VARIANT.configs(problem(**words)))
+
+    assert merges() == {"kernel": 4, "last": 4}
+    assert merges(max_partitions=2) == {"kernel": 4, "last": 4, "cluster": 1}
+    assert merges(max_partitions=1) == merges(merge_in_tile=False) == {"kernel": 4}
+    assert merges(num_heads=64, query_length=9) == {"kernel": 4, "last": 2}
+
+
 def test_every_config_of_a_call_or_a_tuner_is_among_the_programs():
     programs = list(VARIANT.programs())
     assert len(set(programs)) == len({program.name for program in programs}) == len(programs)
     seen = set()
     types = [(torch.bfloat16, FN), (torch.float16, FN), *[(t, t) for t in (torch.bfloat16, torch.float16)]]
-    shapes = itertools.product(types, cute_wgmma.ROWS, paging.LAYOUTS, paging.PAGE_SIZES, (1, 20, 64), ("none", TOKEN))
-    for (dtype, cache), dim, layout, page, group, kind in shapes:
+    shapes = itertools.product(
+        types, cute_wgmma.ROWS, paging.LAYOUTS, paging.PAGE_SIZES, (1, 20, 64), ("none", TOKEN), (2, 132)
+    )
+    for (dtype, cache), dim, layout, page, group, kind, partitions in shapes:
         if kind == "none" or cache == FN:
             asked = problem(
                 dtype=dtype, cache_dtype=cache, page=page, num_heads=group, value_scale=kind, head_dim=dim,
-                layout=layout,
+                layout=layout, max_partitions=partitions,
             )  # fmt: skip
             seen |= {cute_wgmma._program(asked, config) for config in VARIANT.configs(asked)}
     # And none is compiled in vain.

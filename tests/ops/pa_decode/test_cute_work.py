@@ -106,7 +106,12 @@ def test_shared_memory_holds_everything_apart_and_aligned(tile):
     assert places.constants >= places.empty_values + 8 * tile.value_stages
     # What a warpgroup leaves to the other: half of its outputs.
     assert places.finer in (places.own, places.own + 2 * tile.own_bytes)
-    assert places.bounds == places.finer + 2 * tile.own_bytes
+    assert places.mail == places.finer + 2 * tile.own_bytes
+    # Every element, reference and sum that a row of any block of a cluster comes to, and a barrier.
+    rows = 16 * tile.cluster
+    assert places.mail_stats == places.mail + rows * tile.dim * 4
+    assert places.bounds == places.mail_stats + rows * 8
+    assert places.constants == places.mail_barrier + 16 * tile.cluster
     assert tile.own_bytes >= max(tile.rows // 2 * tile.dim * 4, tile.probability_bytes)
 
 
@@ -114,6 +119,9 @@ def test_what_no_kernel_would_get_right_is_no_kernel():
     for wrong in ({"stages": 3}, {"value_stages": 5}, {"rows": 24}, {"page": 48}, {"layout": "plain_v"}):
         with pytest.raises(ValueError, match="no kernel"):
             Tile(**{"cache": "e4m3", "page": 16, "rows": 16, "stages": 4, **wrong})
+    for wrong in ({"rows": 32}, {"blocks": 2, "stages": 2}, {"rows": 64, "by_rows": True, "dim": 128}):
+        with pytest.raises(ValueError, match="no kernel"):
+            Tile(**{"cache": "e4m3", "page": 16, "rows": 16, "stages": 4, "cluster": True, **wrong})
     with pytest.raises(ValueError, match="more shared memory"):
         Tile("e4m3", 16, 16, 4, 2)
     tile = Tile("bf16", 16, 16, 3)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ....kernels.cute.program import Program
 from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V, Pages
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
-from ..cute_tile import REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
+from ..cute_tile import CLUSTER_ROWS, COUNTERS, REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
 
 CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -59,15 +59,25 @@ FEW_MERGE_BLOCKS = 528
 # Bulk copies and vectors take addresses that are multiples of this.
 ALIGNMENT = 16
 
+KERNEL, CLUSTER, LAST = "kernel", "cluster", "last"
+"""Who merges the partial results of a sequence that is split: a second kernel, the blocks of a cluster among them, or
+the last block of the sequence to store its own. All give the same bits."""
+
+RESIDENT_CLUSTERS = {2: 66, 4: 30, 8: 15}
+"""Clusters, by their blocks, that run at once on the 132 multiprocessors of an H200, a block on each. As measured: the
+driver tells it of functions that it knows by handles, which a loaded kernel does not show. More of them take their
+turns, as they would on a GPU with fewer multiprocessors: the same result, 2 to 4 us later."""
+
 
 @dataclass(frozen=True)
 class Config:
-    """See :class:`~..cute_tile.Tile`."""
+    """See :class:`~..cute_tile.Tile`; ``merge`` is who merges partial results."""
 
     rows: int
     stages: int
     blocks: int = 1
     by_rows: bool = False
+    merge: str = KERNEL
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -94,8 +104,6 @@ def _refuses(problem: Problem) -> str | None:
 
 def _rank(problem: Problem) -> int:
     """No choice of "auto"'s where Triton's kernel is faster: see what was measured."""
-    if LAYOUTS[problem.layout] == TOKEN_MAJOR and problem.cache_dtype != fp8.FN:
-        return 0
     fits = problem.rows_per_head <= _default_config(problem).rows
     return 150 if fits or (problem.layout == CHUNKED and problem.head_dim >= 128) else 0
 
@@ -118,8 +126,39 @@ def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales:
 
 
 def _space(problem: Problem) -> list[Config]:
+    configs = _tiles(problem)
+    clusters = _cluster_configs(configs) if _resident_cluster(problem) else []
+    last = [replace(config, merge=LAST) for config in configs if _can_last_merge(problem, config)]
+    return [*configs, *clusters, *last]
+
+
+def _tiles(problem: Problem) -> list[Config]:
     layout, page = _as_copied(problem)
     return _configs(problem.cache_dtype, problem.head_dim, layout, page, _has_token_scales(problem))
+
+
+def _cluster_configs(configs: list[Config]) -> list[Config]:
+    """Those of configs whose blocks may be clusters, as such."""
+    return [replace(config, merge=CLUSTER) for config in configs if config.blocks == 1 and config.rows == CLUSTER_ROWS]
+
+
+def _resident_cluster(problem: Problem) -> int:
+    """The blocks of each cluster where clusters may merge, as all run at once and have all query rows; else 0."""
+    size = _cluster_size(problem)
+    is_served = problem.merge_in_tile and problem.rows_per_head <= CLUSTER_ROWS
+    fits = problem.num_sequences * problem.num_kv_heads <= RESIDENT_CLUSTERS.get(size, 0)
+    return size if is_served and fits else 0
+
+
+def _can_last_merge(problem: Problem, config: Config) -> bool:
+    """Whether the last block may merge: there is a counter for each of a KV head's blocks of query rows."""
+    has_counters = -(-problem.rows_per_head // config.rows) <= COUNTERS
+    return problem.merge_in_tile and problem.max_partitions > 1 and has_counters
+
+
+def _cluster_size(problem: Problem) -> int:
+    """Blocks that hold every partition of a sequence: a power of two."""
+    return 1 << (problem.max_partitions - 1).bit_length()
 
 
 def _as_copied(problem: Problem) -> tuple[str, int]:
@@ -132,12 +171,18 @@ def _has_token_scales(problem: Problem) -> bool:
 
 
 def _default_config(problem: Problem) -> Config:
-    configs = _space(problem)
+    configs = _tiles(problem)
+    # Blocks that merge at once what they send to each other take less time than a second kernel's start.
+    if _resident_cluster(problem):
+        return _cluster_configs(configs)[0]
     fitting = [config for config in configs if config.rows >= problem.rows_per_head] or configs[-1:]
     # With at most one task a multiprocessor, deep rings took up to 13% less time; with more, pairs of blocks 7% to 26%,
     # as one of them loads while the other one ends.
     pairs = problem.capacity * problem.num_kv_heads > DEFAULT_NUM_SMS
-    return next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
+    config = next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
+    # Where most sequences are not split, most blocks of a second kernel would be launched for nothing.
+    few_splits = problem.capacity < 2 * problem.num_sequences
+    return replace(config, merge=LAST) if few_splits and _can_last_merge(problem, config) else config
 
 
 def _program(problem: Problem, config: Config) -> Program:
@@ -150,8 +195,9 @@ def _named(cache: str, dim: int, layout: str, page: int, config: Config, token_s
     # A pair has room for more values than keys.
     value_stages = config.stages * config.blocks
     tile = Tile(
-        cache, page, config.rows, config.stages, config.blocks, token_scales, config.by_rows, dim, layout, value_stages
-    )
+        cache, page, config.rows, config.stages, config.blocks, token_scales, config.by_rows, dim, layout, value_stages,
+        config.merge == CLUSTER,
+    )  # fmt: skip
     return Program(tile.name, "kvscout.ops.pa_decode.cute_launch:build", tile)
 
 
@@ -159,7 +205,8 @@ def _programs() -> Iterator[Program]:
     copied = [*((CHUNKED, page) for page in PAGE_SIZES), (PLAIN_V, STEP), (TOKEN_MAJOR, STEP)]
     for (dtype, cache), dim, (layout, page) in itertools.product(CACHES.items(), ROWS, copied):
         for token_scales in (False, True) if dtype == fp8.FN else (False,):
-            for config in _configs(dtype, dim, layout, page, token_scales):
+            configs = _configs(dtype, dim, layout, page, token_scales)
+            for config in (*configs, *_cluster_configs(configs)):
                 yield _named(cache, dim, layout, page, config, token_scales)
 
 
@@ -176,14 +223,17 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     rows, kv_heads = problem.rows_per_head, problem.num_kv_heads
     row_blocks = -(-rows // config.rows)
     rows_first = row_blocks > 1
-    partials = _aligned(args.scratch()) if problem.max_partitions > 1 else None
+    is_cluster, is_last = config.merge == CLUSTER, config.merge == LAST
+    partials = _aligned(args.scratch()) if problem.max_partitions > 1 and not is_cluster else None
     out_address, stats_address = (0, 0) if partials is None else (partials[0].data_ptr(), partials[1].data_ptr())
     output, query, lse, sinks = args.output, args.query, args.lse, args.sinks
     keys, values = args.kv.keys, args.kv.values
     output_row, output_head, _ = output.stride()
     query_row, query_head, _ = query.stride()
     reach = problem.window or INT32_MAX
-    rows_of_merge, *merge = (1, 0, 0) if partials is None else _merge_grid(problem)
+    rows_of_merge, *merge = (1, 0, 0) if partials is None or is_last else _merge_grid(problem)
+    arrivals = 0 if partials is None or not is_last else args.arrival_counters.data_ptr()
+    size = _cluster_size(problem) if is_cluster else 1
     data = (
         output.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), args.block_tables.data_ptr(),
         args.work_info.data_ptr(), args.reduce_info.data_ptr(), _address(args.key_scale), _address(args.value_scale),
@@ -192,14 +242,18 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         *_cache_strides(args.kv),
         4 * args.block_tables.stride(0), 0 if lse is None else 4 * lse.stride(0),
         *_scale_strides(problem.key_scale, args.key_scale), *_scale_strides(problem.value_scale, args.value_scale),
+        arrivals,
         problem.num_sequences, problem.capacity, problem.query_length, problem.group, problem.tile // STEP,
         reach, 1 if problem.causal else reach,
         int(problem.dtype == torch.float16), int(sinks is not None and sinks.dtype != torch.float32),
         int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN),
         problem.page.bit_length() - 1, rows_of_merge, int(rows_first),
+        problem.max_partitions, size.bit_length() - 1,
         args.softmax_scale * args.key_factor, args.value_factor, 1 / problem.group,
     )  # fmt: skip
     grid = (row_blocks, problem.capacity) if rows_first else (problem.capacity, row_blocks)
+    if is_cluster:
+        grid = size, problem.num_sequences
     _kernel(problem, config)(args.context_lengths, data, *grid, kv_heads, *merge)
 
 
