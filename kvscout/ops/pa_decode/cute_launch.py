@@ -139,9 +139,10 @@ class Kernel:
                     consume_rows(tile, thread, warp, lane, shared, data, work)
                 else:
                     consume(tile, thread, warp, lane, shared, data, work)
-                if data.arrivals != 0:
-                    _, _, num_kv_heads = cute.arch.grid_dim()
-                    merge_as_last(tile, shared, num_kv_heads, data, work)
+                if cutlass.const_expr(tile.blocks == 1):
+                    if data.arrivals != 0:
+                        _, _, num_kv_heads = cute.arch.grid_dim()
+                        merge_as_last(tile, shared, num_kv_heads, data, work)
 
     @cute.jit
     def load(self, thread, warp, lane, shared, data, work, is_task, count):

@@ -153,7 +153,8 @@ def _resident_cluster(problem: Problem) -> int:
 def _can_last_merge(problem: Problem, config: Config) -> bool:
     """Whether the last block may merge: there is a counter for each of a KV head's blocks of query rows."""
     has_counters = -(-problem.rows_per_head // config.rows) <= COUNTERS
-    return problem.merge_in_tile and problem.max_partitions > 1 and has_counters
+    # It would make the loops of blocks in pairs 2% slower, for want of registers.
+    return problem.merge_in_tile and problem.max_partitions > 1 and has_counters and config.blocks == 1
 
 
 def _cluster_size(problem: Problem) -> int:
@@ -180,8 +181,9 @@ def _default_config(problem: Problem) -> Config:
     # as one of them loads while the other one ends.
     pairs = problem.capacity * problem.num_kv_heads > DEFAULT_NUM_SMS
     config = next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
-    # Where most sequences are not split, most blocks of a second kernel would be launched for nothing.
-    few_splits = problem.capacity < 2 * problem.num_sequences
+    # Where most sequences are not split, most blocks of a second kernel would be launched for nothing; but a block that
+    # merges many partitions alone takes longer than many blocks that share them.
+    few_splits = problem.capacity < 2 * problem.num_sequences and problem.max_partitions <= REDUCE_FEW
     return replace(config, merge=LAST) if few_splits and _can_last_merge(problem, config) else config
 
 
