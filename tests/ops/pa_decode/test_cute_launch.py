@@ -85,7 +85,7 @@ def _launch_with(made, **changes):
 def test_a_call_is_one_program_on_the_caller_s_own_tensors(call, launches):
     made = call(group=4, kv_heads=2, page=32, query_length=3)
     made["work_plan"] = plan_pa_decode(
-        made["context_lengths"], 2, max_partitions=4, workgroup_budget=12, query_length=3
+        made["context_lengths"], 2, max_partitions=9, workgroup_budget=12, query_length=3
     )  # fmt: skip
     lse = torch.empty(*made["query"].shape[:2])
     sinks = torch.zeros(8)
@@ -160,7 +160,8 @@ def test_a_window_and_its_direction_are_two_distances(window, causal, reach, cal
     ("group", "query_length", "rows", "blocks"),
     [(16, 1, 16, 1), (6, 3, 32, 1), (16, 4, 64, 1), (64, 3, 64, 3), (13, 5, 64, 2)],
 )
-def test_rows_are_cut_into_blocks(group, query_length, rows, blocks, call, launches):
+def test_rows_are_cut_into_blocks(group, query_length, rows, blocks, call, launches, monkeypatch):
+    monkeypatch.setenv("KVSCOUT_PA_CLUSTER_MERGE", "0")
     launch, _ = decode(call(group=group, query_length=query_length, kv_heads=1), launches)
     assert launch.tile.rows == rows
     capacity = launch.data.capacity
@@ -220,7 +221,7 @@ def test_the_rule_takes_clusters_of_two_unless_it_must_not(call, launches, monke
     assert launch.numbers[3:] == (0, 0)
 
 
-@pytest.mark.parametrize(("sequences", "heads", "query_length"), [(9, 2, 1), (5, 1, 9)])
+@pytest.mark.parametrize(("sequences", "heads", "query_length"), [(16, 2, 1), (5, 1, 9)])
 def test_the_last_block_merges_where_most_sequences_are_not_split(
     sequences, heads, query_length, call, launches, monkeypatch
 ):

@@ -102,7 +102,7 @@ def test_shared_memory_holds_everything_apart_and_aligned(tile):
     begins = [place for name, place in zip(places._fields, places, strict=True) if name != "size"]
     assert begins == sorted(begins)
     assert all(place % 16 == 0 for place in places)
-    assert places.size == places.constants + 4 * 12 <= (228 << 10) // tile.blocks - 1024
+    assert places.size == places.constants + tile.threads // 8 <= (228 << 10) // tile.blocks - 1024
     assert places.constants >= places.empty_values + 8 * tile.value_stages
     # What a warpgroup leaves to the other: half of its outputs.
     assert places.finer in (places.own, places.own + 2 * tile.own_bytes)
