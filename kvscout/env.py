@@ -45,8 +45,9 @@ SETTINGS = (
     Setting(
         "KVSCOUT_PA_CLUSTER_MERGE",
         "1",
-        "0 keeps the tile kernels of pa_decode from merging partial results themselves, where they would: triton_tile "
-        "does for plans of one slot a sequence; a second kernel merges them then as it does elsewhere",
+        "0 keeps the tile kernels of pa_decode from merging partial results themselves, where they would: cute_wgmma "
+        "does for plans of few partitions, triton_tile for plans of one slot a sequence; a second kernel merges them "
+        "then as it does elsewhere",
     ),
     Setting(
         "KVSCOUT_TUNED_DIR",
