@@ -212,8 +212,10 @@ def _find_probabilities(
                 for row in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
                         place = _place(half, pair, row, e)
-                        # In this order neither does a logit become infinite, nor a power get rounded to another.
-                        scores[place] = (scores[place] * row_scales[row] - references[row]) * Float32(LOG2E)
+                        # In this order neither does a logit become infinite, nor a power get rounded to another. The
+                        # logit is rounded, as the reference was: a compiler would subtract from the exact product.
+                        logit = ptx.multiply_add(scores[place], row_scales[row], Float32(0.0))
+                        scores[place] = (logit - references[row]) * Float32(LOG2E)
         _add_up(tile, scores, [Float32(1.0)] * 2, [Float32(0.0)] * 2, found, operands)
     for row in cutlass.range_constexpr(2):
         sums[row] = sums[row] + found[row]

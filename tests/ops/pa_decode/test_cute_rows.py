@@ -17,12 +17,35 @@ ROWS = 16
 """Rows of a warp."""
 
 
+class Contracted(np.float32):
+    """A float whose products are subtracted from before they are rounded, as a compiler may."""
+
+    def __mul__(self, other):
+        return Product(float(self), float(other))
+
+
+class Product(np.float32):
+    """A product that remembers its factors."""
+
+    def __new__(cls, x, y):
+        with np.errstate(over="ignore"):
+            self = super().__new__(cls, np.float32(x) * np.float32(y))
+        self.exact = x * y
+        return self
+
+    def __sub__(self, other):
+        return np.float32(self.exact - float(other))
+
+
 class Warp:
     """One warp's softmax over some steps, whose dots are ``[steps, ROWS, STEP]``; values are ones."""
 
     def __init__(self, dots, row_scales):
         self.dots, self.row_scales, self.searches = dots, row_scales, 0
-        code = code_of("cute_rows", Memory(1 << 16, []).ptx)
+        ptx = Memory(1 << 16, []).ptx
+        # An instruction's result is rounded.
+        ptx.maximum = lambda x, y: Float32(max(x, y))
+        code = code_of("cute_rows", ptx)
         every = code._find_probabilities.__globals__
         find_tops = every["_find_tops"]
 
@@ -51,7 +74,7 @@ class Warp:
                     for row in range(2):
                         for e in range(2):
                             token = 16 * pair + 8 * half + lane % 4 * 2 + e
-                            scores[code._place(half, pair, row, e)] = Float32(step[rows[row], token])
+                            scores[code._place(half, pair, row, e)] = Contracted(step[rows[row], token])
             with np.errstate(over="ignore", invalid="ignore"):
                 code._find_probabilities(
                     TILE, scores, row_scales, references, sums, outputs, operands, number > 0
@@ -124,6 +147,9 @@ def test_large_logits(size):
     dots[0, :, 0] = dots[2, :, 5] = np.float32(size)
     check(dots, ONES)
     check(dots * np.float32(2.0**-20), ONES * np.float32(2.0**20))
+    # Products that are rounded.
+    check(dots / np.float32(4.7), ONES * np.float32(4.7))
+    check(dots / np.float32(1e7), ONES * np.float32(1e7))
 
 
 def test_rows_that_see_little_or_nothing():
