@@ -14,8 +14,10 @@ from kvscout.cli import workers
 if __name__ == "__main__":
     try:
         with workers.pool(2) as pool:
-            # Processes are there by then, however long they took to start.
-            pool.submit(abs, -3).result()
+            # Both processes are there by then, however long they took to start.
+            for future in [pool.submit(time.sleep, 0.5) for _ in range(2)]:
+                future.result()
+            assert len(multiprocessing.active_children()) == 2
             for seconds in (1.0, 1.02):
                 threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
             for future in [pool.submit(time.sleep, 600) for _ in range(5)]:
