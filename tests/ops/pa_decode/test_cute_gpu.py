@@ -1,5 +1,6 @@
 """``cute_wgmma`` on a Hopper GPU: what a call launches, what a graph replays, and calls that overlap."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -200,18 +201,20 @@ def test_replays_of_other_merges_follow_lengths_that_change(splits):
         assert not call["work_plan"].arrival_counters.any()
 
 
+def chained(call, between):
+    """What 20 calls make, each of whose queries are the call before's outputs, and which writes over what it read."""
+    read, written = call["query"].clone(), torch.zeros_like(call["query"])
+    for _ in range(20):
+        # Values are averages, which shrink from call to call.
+        pa_decode(**call | {"query": read, "output": written, "value_scale": 20.0})
+        between()
+        read, written = written, read
+    return read
+
+
 def test_calls_of_clusters_that_start_while_the_one_before_ends_see_all_that_it_wrote():
     call = make((2048,) * 60 + (0, 700), splits=(2, 132))
-    first = call["query"].clone()
-
-    def chain(between):
-        read, written = first.clone(), torch.zeros_like(first)
-        for _ in range(20):
-            pa_decode(**call | {"query": read, "output": written, "value_scale": 20.0})
-            between()
-            read, written = written, read
-        return read
-
+    chain = functools.partial(chained, call)
     slowly = chain(torch.cuda.synchronize)
     assert slowly.isfinite().all()
     for _ in range(20):
@@ -248,19 +251,8 @@ def test_replays_follow_lengths_that_change(cache, query_length, layout):
 
 
 def test_calls_that_start_while_the_one_before_ends_see_all_that_it_wrote():
-    """Each call's queries are the call before's outputs, and it writes over what that one read."""
     call = make((8192, 4099, 1, 700))
-    first = call["query"].clone()
-
-    def chain(between):
-        read, written = first.clone(), torch.zeros_like(first)
-        for _ in range(20):
-            # Values are averages, which shrink from call to call.
-            pa_decode(**call | {"query": read, "output": written, "value_scale": 20.0})
-            between()
-            read, written = written, read
-        return read
-
+    chain = functools.partial(chained, call)
     slowly = chain(torch.cuda.synchronize)
     assert slowly.isfinite().all()
     for _ in range(5):
