@@ -119,12 +119,15 @@ def arrive(barrier: Any, threads: int) -> None:
 
 
 def sync_any(barrier: Any, threads: int, flag: Any) -> Any:
-    """Meet at a named barrier; 1 if any thread brought something other than 0, else 0."""
+    """Meet at a named barrier; -1 if any thread brought something other than 0, else 0.
+
+    Ends with a vote: what is the same for all lanes of a warp stays in uniform registers past a branch on it.
+    """
     text = f"""{{
         .reg .pred p, q;
         setp.ne.u32 p, $1, 0;
         bar.red.or.pred q, $2, {threads}, p;
-        selp.u32 $0, 1, 0, q;
+        vote.sync.ballot.b32 $0, q, -1;
     }}"""
     return ptx(text, (Int32,), [(Int32, flag), (Int32, barrier)])
 

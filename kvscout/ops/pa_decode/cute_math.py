@@ -7,12 +7,14 @@ from cutlass import Float32, Int32
 from ...kernels.cute import ptx
 from .cute_outputs import merge_warpgroups
 from .cute_queries import load_queries, span_of
-from .cute_scores import first_token, mask, score
+from .cute_scores import first_token, mask, scale, score
 from .cute_softmax import (
     GROUP_BARRIER,
     LOG2E,
     NOTHING,
     add_probabilities,
+    expect_probabilities,
+    expect_tops,
     find_tops,
     raise_references,
     store_probabilities,
@@ -55,6 +57,11 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     references.fill(NOTHING)
     scores = cute.make_rmem_tensor((2 * tile.halves * own,), Float32)
     tops = cute.make_rmem_tensor((own,), Float32)
+    factors = cute.make_rmem_tensor((own,), Float32)
+    probabilities = cute.make_rmem_tensor((2 * tile.halves * own,), Float32)
+    found = cute.make_rmem_tensor((own,), Float32)
+    # Whether tops of a step before may serve the next one.
+    serve = Int32(0)
     full_keys, full_values = shared + places.full_keys, shared + places.full_values
     empty_keys, empty_values = shared + places.empty_keys, shared + places.empty_values
     step = WARPGROUPS if tile.alternate else 1
@@ -76,39 +83,55 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         token = (work.first_step + i) * STEP
         if token < work.all_low or token + STEP > work.all_high:
             mask(tile, scores, token + first_token(tile, group, warp, lane), lane, shared)
-        if cutlass.const_expr(tile.token_scales):
-            for place in cutlass.range_constexpr(2 * tile.halves * own):
-                scores[place] = scores[place] + value_logs[place // own]
-        find_tops(tile, scores, tops, group, warp, lane, shared)
-        raise_references(tile, tops, references, sums, outputs)
-        factors = [ptx.exp2((tops[c] - references[c]) * Float32(LOG2E)) for c in range(own)]
-        few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, lane)
-        store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
         if cutlass.const_expr(tile.value_stages == tile.stages):
             value_stage, value_phase = stage, phase
-        ptx.barrier_wait(full_values + 8 * value_stage, value_phase)
-        if cutlass.const_expr(tile.in_bulk):
-            if token < work.all_low or token + STEP > work.all_high:
-                lowest, highest = span_of(tile, shared)
-                if token < lowest or token + STEP > highest:
-                    clear_values(tile, value_stage, token, group, in_group, lowest, highest, shared)
-        ptx.fence_async_shared()
-        if cutlass.const_expr(tile.is_e4m3):
-            if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
-                store_probabilities(tile, scores, value_signs, True, group, warp, lane, shared)
-                ptx.fence_async_shared()
-                ptx.sync(GROUP_BARRIER + group, 128)
-                add_outputs(tile, outputs, factors, True, value_stage, group, shared)
-                if cutlass.const_expr(tile.places.finer == tile.places.own):
-                    ptx.sync(GROUP_BARRIER + group, 128)
-                    store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
+        # Tops cost an exchange between all threads, which most steps can do without: those of a step before serve.
+        are_served = Int32(0)
+        if cutlass.const_expr(not tile.token_scales):
+            if serve != 0:
+                is_surprise = expect_probabilities(tile, scores, row_scales, tops, probabilities, found, lane)
+                store_probabilities(tile, probabilities, value_signs, False, group, warp, lane, shared)
+                _wait_for_values(
+                    tile, full_values + 8 * value_stage, value_phase, value_stage, token, group, in_group, shared, work
+                )
+                if ptx.sync_any(GROUP_BARRIER + group, 128, is_surprise) == 0:
+                    are_served = Int32(1)
+                    for column in cutlass.range_constexpr(own):
+                        sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
+        if are_served == 0:
+            if cutlass.const_expr(tile.token_scales):
+                for place in cutlass.range_constexpr(2 * tile.halves * own):
+                    scores[place] = scores[place] + value_logs[place // own]
+            else:
+                scale(tile, scores, row_scales)
+            find_tops(tile, scores, tops, group, warp, lane, shared)
+            raise_references(tile, tops, references, sums, outputs)
+            for column in cutlass.range_constexpr(own):
+                factors[column] = ptx.exp2((tops[column] - references[column]) * Float32(LOG2E))
+            few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, lane)
+            store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
+            _wait_for_values(
+                tile, full_values + 8 * value_stage, value_phase, value_stage, token, group, in_group, shared, work
+            )
+            if cutlass.const_expr(tile.is_e4m3):
+                if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
+                    store_probabilities(tile, scores, value_signs, True, group, warp, lane, shared)
                     ptx.fence_async_shared()
                     ptx.sync(GROUP_BARRIER + group, 128)
-        else:
-            ptx.sync(GROUP_BARRIER + group, 128)
+                    add_outputs(tile, outputs, factors, True, value_stage, group, shared)
+                    if cutlass.const_expr(tile.places.finer == tile.places.own):
+                        ptx.sync(GROUP_BARRIER + group, 128)
+                        store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
+                        ptx.fence_async_shared()
+                        ptx.sync(GROUP_BARRIER + group, 128)
+            else:
+                ptx.sync(GROUP_BARRIER + group, 128)
         add_outputs(tile, outputs, factors, False, value_stage, group, shared)
         if lane == 0:
             ptx.barrier_arrive(empty_values + 8 * value_stage)
+        if cutlass.const_expr(not tile.token_scales):
+            if are_served == 0:
+                serve = expect_tops(tile, tops, factors)
         i = i + step
         stage = stage + step
         if stage >= tile.stages:
@@ -131,6 +154,18 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     merge_warpgroups(
         tile, references, sums, outputs, factor, partitions, group, warp, lane, thread, shared, data, work
     )  # fmt: skip
+
+
+@cute.jit
+def _wait_for_values(tile: cutlass.Constexpr[Tile], barrier, phase, stage, token, group, thread, shared, work):
+    """Wait for a stage's values, clear those that no row sees, and show all that lies in shared memory to products."""
+    ptx.barrier_wait(barrier, phase)
+    if cutlass.const_expr(tile.in_bulk):
+        if token < work.all_low or token + STEP > work.all_high:
+            lowest, highest = span_of(tile, shared)
+            if token < lowest or token + STEP > highest:
+                clear_values(tile, stage, token, group, thread, lowest, highest, shared)
+    ptx.fence_async_shared()
 
 
 @cute.jit

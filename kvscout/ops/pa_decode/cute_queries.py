@@ -13,8 +13,8 @@ from .cute_work import place_of, visible
 # A row of zeros needs some scale.
 LEAST_MAGNITUDE = 1e-30
 
-# Where query rows are the rows of products, they take the sign of what multiplies them, and that is not 0: scores are
-# compared, and may be infinite, before they are multiplied.
+# Unless tokens have scales, queries take the sign of what multiplies scores, and that is not 0: scores are hidden by -inf
+# and compared before they are multiplied.
 SIGNS = -0x7FFF8000
 LEAST_SCALE = 2.0**-125
 
@@ -48,7 +48,7 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
         # Not earlier, as it would hold up the queries.
         if data.key_scale != 0 and data.keys_by_token == 0:
             scale = scale * ptx.load(data.key_scale + Int64(work.kv_head) * data.key_scale_head, Float32)
-    if cutlass.const_expr(tile.by_rows):
+    if cutlass.const_expr(not tile.token_scales):
         if scale < Float32(0.0):
             for i in cutlass.range_constexpr(4 * parts):
                 words[i] = words[i] ^ Int32(SIGNS)
@@ -61,7 +61,7 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
             row_scale = scale * _store_split(tile, mine, in_block, chunk, shared, data)
         else:
             ptx.shared_store(shared + places.queries + chunk * tile.query_pitch + in_block * 16, mine)
-        if cutlass.const_expr(tile.by_rows):
+        if cutlass.const_expr(not tile.token_scales):
             row_scale = ptx.maximum(row_scale, Float32(LEAST_SCALE))
         if chunk == 0:
             position, _ = place_of(data, work.first_row + in_block)

@@ -1,4 +1,4 @@
-"""Scores: keys times queries, scaled and masked."""
+"""Scores: keys times queries, masked, and scaled where tokens have scales."""
 
 from typing import Any
 
@@ -18,7 +18,10 @@ def first_token(tile: Tile, group: Any, warp: Any, lane: Any) -> Any:
 
 @cute.jit
 def score(tile: cutlass.Constexpr[Tile], scores, row_scales, key_scales, stage, group, shared):
-    """``scores[(half, second, column)]`` of this thread: keys of a stage times queries, scaled by token and by row."""
+    """``scores[(half, second, column)]`` of this thread: keys of a stage times queries.
+
+    Where tokens have scales, scaled by token and by row.
+    """
     places = tile.places
     keys = ptx.descriptor(shared + places.keys, tile.key_leading) + stage * (tile.stage_bytes >> 4)
     if cutlass.const_expr(not tile.alternate):
@@ -46,8 +49,16 @@ def score(tile: cutlass.Constexpr[Tile], scores, row_scales, key_scales, stage, 
                 token, column = (begin + chain) * 2 + ((k >> 1) & 1), (k >> 2) * 2 + (k & 1)
                 # In this order, as a token's scale may be what keeps its score within a float.
                 if cutlass.const_expr(tile.token_scales):
-                    dot = dot * key_scales[token]
-                scores[token * own + column] = dot * row_scales[column]
+                    dot = dot * key_scales[token] * row_scales[column]
+                scores[token * own + column] = dot
+
+
+@cute.jit
+def scale(tile: cutlass.Constexpr[Tile], scores, row_scales):
+    """Scale scores by row, and round them: a compiler would take the exact product where one is subtracted from."""
+    own = tile.own_columns
+    for place in cutlass.range_constexpr(2 * tile.halves * own):
+        scores[place] = ptx.multiply_add(scores[place], row_scales[place % own], Float32(0.0))
 
 
 @cute.jit

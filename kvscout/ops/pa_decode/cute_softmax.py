@@ -7,6 +7,7 @@ of the scale is part of the score, and the sums take it out again. Sums and outp
 they are scaled to base 2: large logits do not overflow.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,13 @@ FAR = 32 / LOG2E
 """How far a step's top may be above the row's reference."""
 LOW = 2.0**-2
 """Probabilities that sums of two e4m3 numbers have fewer than 8 bits of: the sum of a thread's, of 2 or 4 tokens."""
+
+EXPECTED_BELOW, EXPECTED_BELOW_16_BIT = 6, 9
+"""Powers of two by which the tops of later steps are below the largest score of an earlier one."""
+MOST, MOST_16_BIT = 448.0, 60000.0
+"""What the probabilities of a thread's tokens may add up to then: e4m3 and float16 hold no more."""
+LARGE = 1024 / LOG2E
+"""A logit above which a float has too few bits for its fraction."""
 
 GROUP_BARRIER = 1
 """The first of the warpgroups' named barriers."""
@@ -104,14 +112,77 @@ def raise_references(tile: cutlass.Constexpr[Tile], tops, references, sums, outp
                 outputs[k * own + column] = outputs[k * own + column] * factor
 
 
+def _largest(values: Any, count: int) -> Any:
+    """The largest of the first values."""
+    return functools.reduce(ptx.maximum, [values[i] for i in range(count)])
+
+
+@cute.jit
+def expect_tops(tile: cutlass.Constexpr[Tile], tops, factors):
+    """Raise a step's tops to those that are expected to serve the next ones; whether their scores can be so exact."""
+    bits = BELOW - (EXPECTED_BELOW if tile.is_e4m3 else EXPECTED_BELOW_16_BIT)
+    is_small = Int32(1)
+    for column in cutlass.range_constexpr(tile.own_columns):
+        tops[column] = tops[column] + Float32(bits / LOG2E)
+        factors[column] = factors[column] * Float32(2.0**bits)
+        if ptx.magnitude(tops[column]) > Float32(LARGE):
+            is_small = Int32(0)
+    # All warps have the same rows.
+    serve = Int32(0)
+    if ptx.ballot(is_small) == Int32(-1):
+        serve = Int32(1)
+    return serve
+
+
+@cute.jit
+def expect_probabilities(
+    tile: cutlass.Constexpr[Tile], scores, row_scales, tops, probabilities, found, lane
+):  # fmt: skip
+    """``probabilities`` of scores by tops of a step before, ``found`` to add up to so much; whether they don't serve.
+
+    No thread knows another's scores: that their sum is neither too large nor too small shows that they do.
+    """
+    own = tile.own_columns
+    found.fill(0.0)
+    scales = [row_scales[column] * Float32(LOG2E) for column in range(own)]
+    powers = [tops[column] * Float32(LOG2E) for column in range(own)]
+    for i in cutlass.range_constexpr(2 * tile.halves):
+        for column in cutlass.range_constexpr(own):
+            place = i * own + column
+            probabilities[place] = ptx.exp2(ptx.multiply_add(scores[place], scales[column], -powers[column]))
+            found[column] = found[column] + probabilities[place]
+    is_surprise = Int32(1)
+    most = MOST if tile.is_e4m3 else MOST_16_BIT
+    if _largest(found, own) <= Float32(most):
+        is_surprise = Int32(0)
+    if cutlass.const_expr(tile.is_e4m3):
+        is_surprise = is_surprise | are_few([found[column] for column in range(own)], lane)
+    return is_surprise
+
+
+@cute.jit
+def are_few(weights, lane):
+    """Whether up to four tokens outweigh all others of a warp by 2^12 in some row."""
+    is_low = Int32(0)
+    for weight in weights:
+        # Nothing at all is what tokens give that a row does not see.
+        if weight < Float32(LOW) and weight > Float32(0.0):
+            is_low = Int32(1)
+    lanes_of_columns = Int32(0x11111111) << (lane & 3)
+    are_few = Int32(0)
+    if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= 4:
+        are_few = Int32(1)
+    return are_few
+
+
 @cute.jit
 def add_probabilities(
     tile: cutlass.Constexpr[Tile], scores, per_value_scale, tops, factors, sums, lane
 ):  # fmt: skip
     """Turn scores into probabilities, and add them up; whether e4m3 needs finer terms of them.
 
-    That is where up to four tokens outweigh all others of a warp by 2^12 in some row: then what the others have in
-    common is worth keeping, as the few may be sinks, whose values are about 0.
+    That is where few tokens outweigh all others: then what the others have in common is worth keeping, as the few may
+    be sinks, whose values are about 0.
     """
     own = tile.own_columns
     found = [Float32(0.0)] * own
@@ -128,18 +199,10 @@ def add_probabilities(
                 found[column] = found[column] + probability
     for column in cutlass.range_constexpr(own):
         sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
-    are_few = Int32(0)
+    needs_finer = Int32(0)
     if cutlass.const_expr(tile.is_e4m3):
-        is_low = Int32(0)
-        for column in cutlass.range_constexpr(own):
-            weight = weights[column] if cutlass.const_expr(tile.token_scales) else found[column]
-            # Nothing at all is what tokens give that a row does not see.
-            if weight < Float32(LOW) and weight > Float32(0.0):
-                is_low = Int32(1)
-        lanes_of_columns = Int32(0x11111111) << (lane & 3)
-        if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= 4:
-            are_few = Int32(1)
-    return are_few
+        needs_finer = are_few(weights if cutlass.const_expr(tile.token_scales) else found, lane)
+    return needs_finer
 
 
 @cute.jit
