@@ -13,9 +13,7 @@ from .cute_work import place_of, visible
 # A row of zeros needs some scale.
 LEAST_MAGNITUDE = 1e-30
 
-# Unless tokens have scales, queries take the sign of what multiplies scores, and that is not 0: scores are hidden by -inf
-# and compared before they are multiplied.
-SIGNS = -0x7FFF8000
+# What multiplies scores is not 0, as some are -inf.
 LEAST_SCALE = 2.0**-125
 
 
@@ -48,11 +46,6 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
         # Not earlier, as it would hold up the queries.
         if data.key_scale != 0 and data.keys_by_token == 0:
             scale = scale * ptx.load(data.key_scale + Int64(work.kv_head) * data.key_scale_head, Float32)
-    if cutlass.const_expr(not tile.token_scales):
-        if scale < Float32(0.0):
-            for i in cutlass.range_constexpr(4 * parts):
-                words[i] = words[i] ^ Int32(SIGNS)
-        scale = ptx.magnitude(scale)
     for part in cutlass.range_constexpr(parts):
         in_block = row_of(tile, part, thread)
         mine = [words[4 * part + i] for i in range(4)]
@@ -62,7 +55,8 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
         else:
             ptx.shared_store(shared + places.queries + chunk * tile.query_pitch + in_block * 16, mine)
         if cutlass.const_expr(not tile.token_scales):
-            row_scale = ptx.maximum(row_scale, Float32(LEAST_SCALE))
+            if ptx.magnitude(row_scale) < Float32(LEAST_SCALE):
+                row_scale = Float32(LEAST_SCALE)
         if chunk == 0:
             position, _ = place_of(data, work.first_row + in_block)
             low, high = visible(data, work.context, cutlass.min(position, data.query_length - 1))

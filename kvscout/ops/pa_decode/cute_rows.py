@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64
 from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
 from .cute_queries import load_queries, span_of
+from .cute_scores import hidden_score
 from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING, below
 from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
@@ -84,7 +85,8 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     while i < work.steps:
         token = (work.first_step + i) * STEP
         if token < work.all_low or token + STEP > work.all_high:
-            _mask(tile, scores, first_row, token + 2 * (lane & 3), shared)
+            hidden = hidden_score(row_scales[0])
+            _mask(tile, scores, hidden, first_row, token + 2 * (lane & 3), shared)
         _find_probabilities(tile, scores, row_scales, references, sums, outputs, operands, i >= WARPGROUPS)
         values, used = shared + places.own + group * tile.own_bytes, empty_wide
         if cutlass.const_expr(tile.widens):
@@ -166,8 +168,8 @@ def _score(tile: cutlass.Constexpr[Tile], scores, stage, shared):
 
 
 @cute.jit
-def _mask(tile: cutlass.Constexpr[Tile], scores, first_row, token, shared):
-    """-inf where a row does not see a token; ``token`` and ``first_row`` are this thread's first ones."""
+def _mask(tile: cutlass.Constexpr[Tile], scores, hidden, first_row, token, shared):
+    """``hidden`` where a row does not see a token; ``token`` and ``first_row`` are this thread's first ones."""
     at = shared + tile.places.bounds + first_row * 8
     bounds = [ptx.shared_load(at + 64 * row, Int32, 2) for row in range(2)]
     for half in cutlass.range_constexpr(2):
@@ -175,11 +177,11 @@ def _mask(tile: cutlass.Constexpr[Tile], scores, first_row, token, shared):
             for e in cutlass.range_constexpr(2):
                 at = token + (16 * pair + 8 * half + e)
                 for row in cutlass.range_constexpr(2):
-                    hidden = Int32(0)
+                    is_hidden = Int32(0)
                     if at < bounds[row][0] or at >= bounds[row][1]:
-                        hidden = Int32(1)
+                        is_hidden = Int32(1)
                     place = _place(half, pair, row, e)
-                    scores[place] = ptx.select(hidden, -Float32.inf, scores[place])
+                    scores[place] = ptx.select(is_hidden, hidden, scores[place])
 
 
 def _places(row: int) -> list[list[int]]:
@@ -206,16 +208,21 @@ def _find_probabilities(
         if largest <= Float32(LARGE) and found[0] <= Float32(MOST) and found[1] <= Float32(MOST):
             are_right = Int32(1)
     if ptx.ballot(are_right) != Int32(-1):
-        _raise_references(_find_tops(scores, row_scales), references, sums, outputs)
         for half in cutlass.range_constexpr(2):
             for pair in cutlass.range_constexpr(GROUPS):
                 for row in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
                         place = _place(half, pair, row, e)
-                        # In this order neither does a logit become infinite, nor a power get rounded to another. The
-                        # logit is rounded, as the reference was: a compiler would subtract from the exact product.
-                        logit = ptx.multiply_add(scores[place], row_scales[row], Float32(0.0))
-                        scores[place] = (logit - references[row]) * Float32(LOG2E)
+                        # Rounded, as the reference will be: a compiler would subtract it from the exact product.
+                        scores[place] = ptx.multiply_add(scores[place], row_scales[row], Float32(0.0))
+        _raise_references(_find_tops(scores), references, sums, outputs)
+        for half in cutlass.range_constexpr(2):
+            for pair in cutlass.range_constexpr(GROUPS):
+                for row in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        place = _place(half, pair, row, e)
+                        # In this order neither does a logit become infinite, nor a power get rounded to another.
+                        scores[place] = (scores[place] - references[row]) * Float32(LOG2E)
         _add_up(tile, scores, [Float32(1.0)] * 2, [Float32(0.0)] * 2, found, operands)
     for row in cutlass.range_constexpr(2):
         sums[row] = sums[row] + found[row]
@@ -240,7 +247,7 @@ def _add_up(tile: cutlass.Constexpr[Tile], scores, scales, powers, found, operan
 
 
 @cute.jit
-def _find_tops(scores, row_scales):
+def _find_tops(scores):
     """The step's top of each of this thread's rows."""
     tops = []
     for row in cutlass.range_constexpr(2):
@@ -248,7 +255,7 @@ def _find_tops(scores, row_scales):
         most = functools.reduce(ptx.maximum, most)
         for distance in cutlass.range_constexpr(2):
             most = ptx.maximum(most, ptx.exchange(most, 1 << distance))
-        tops.append(below(ptx.maximum(most * row_scales[row], Float32(NOTHING)), BELOW))
+        tops.append(below(ptx.maximum(most, Float32(NOTHING)), BELOW))
     return tops
 
 

@@ -27,20 +27,22 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
     skipped = lowest - start
     of_word = tile.tokens_of_piece // 4
     spacing = tile.tokens_of_piece * (1 if tile.alternate else WARPGROUPS)
-    for place in cutlass.range_constexpr(STEP * tile.dim // (spacing * 128)):
-        piece, part = divmod(place, max(1, tile.dim // 128))
-        piece = piece * sharing
+    parts = max(1, tile.dim // 128)
+    pieces = STEP * tile.dim // (spacing * 128 * parts) * sharing
+    # A loop, as few steps come here: code that they jump over takes time to fetch.
+    for piece in cutlass.range(0, pieces, sharing, unroll=1):
         kept = limit - piece * spacing
         if skipped - piece * spacing >= tile.tokens_of_piece:
             kept = Int32(0)
         if kept < tile.tokens_of_piece:
-            to = at + (piece * tile.value_leading + part * (128 * 16))
-            words = ptx.shared_load(to, Int32, 4)
-            cleared = []
-            for i in cutlass.range_constexpr(4):
-                count = cutlass.min(cutlass.max(kept - i * of_word, 0), of_word)
-                cleared.append(ptx.low_bits(words[i], count * (32 // of_word)))
-            ptx.shared_store(to, cleared)
+            for part in cutlass.range_constexpr(parts):
+                to = at + (piece * tile.value_leading + part * (128 * 16))
+                words = ptx.shared_load(to, Int32, 4)
+                cleared = []
+                for i in cutlass.range_constexpr(4):
+                    count = cutlass.min(cutlass.max(kept - i * of_word, 0), of_word)
+                    cleared.append(ptx.low_bits(words[i], count * (32 // of_word)))
+                ptx.shared_store(to, cleared)
 
 
 @cute.jit
