@@ -15,6 +15,7 @@ from .cute_softmax import (
     add_probabilities,
     expect_probabilities,
     expect_tops,
+    find_factors,
     find_tops,
     raise_references,
     store_probabilities,
@@ -91,31 +92,39 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         # Tops cost an exchange between all threads, which most steps can do without: those of a step before serve.
         are_served = Int32(0)
         if cutlass.const_expr(not tile.token_scales):
-            if serve != 0:
-                is_surprise = expect_probabilities(tile, scores, row_scales, tops, probabilities, found, lane)
-                store_probabilities(tile, probabilities, value_signs, False, group, warp, lane, shared)
-                _wait_for_values(
-                    tile, full_values + 8 * value_stage, value_phase, value_stage, token, group, in_group, shared, work
-                )
-                if ptx.sync_any(GROUP_BARRIER + group, 128, is_surprise) == 0:
-                    are_served = Int32(1)
-                    for column in cutlass.range_constexpr(own):
-                        sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
+            are_new = 1 - serve
+            if are_new != 0:
+                find_tops(tile, scores, row_scales, tops, group, warp, lane, shared)
+                serve = expect_tops(tile, tops)
+            is_surprise = expect_probabilities(tile, scores, row_scales, tops, probabilities, found, lane) | (1 - serve)
+            store_probabilities(tile, probabilities, value_signs, False, group, warp, lane, shared)
+            if are_new != 0:
+                raise_references(tile, tops, references, sums, outputs)
+                find_factors(tile, tops, references, factors)
+            _wait_for_values(
+                tile, full_values + 8 * value_stage, value_phase, value_stage, token, group, in_group, shared, work
+            )
+            ptx.fence_async_shared()
+            if ptx.sync_any(GROUP_BARRIER + group, 128, is_surprise) == 0:
+                are_served = Int32(1)
+                for column in cutlass.range_constexpr(own):
+                    sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
         if are_served == 0:
             if cutlass.const_expr(tile.token_scales):
                 for place in cutlass.range_constexpr(2 * tile.halves * own):
                     scores[place] = scores[place] + value_logs[place // own]
             else:
                 scale(tile, scores, row_scales)
-            find_tops(tile, scores, tops, group, warp, lane, shared)
+            find_tops(tile, scores, None, tops, group, warp, lane, shared)
             raise_references(tile, tops, references, sums, outputs)
-            for column in cutlass.range_constexpr(own):
-                factors[column] = ptx.exp2((tops[column] - references[column]) * Float32(LOG2E))
+            find_factors(tile, tops, references, factors)
             few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, lane)
             store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
-            _wait_for_values(
-                tile, full_values + 8 * value_stage, value_phase, value_stage, token, group, in_group, shared, work
-            )
+            if cutlass.const_expr(tile.token_scales):
+                _wait_for_values(
+                    tile, full_values + 8 * value_stage, value_phase, value_stage, token, group, in_group, shared, work
+                )
+            ptx.fence_async_shared()
             if cutlass.const_expr(tile.is_e4m3):
                 if ptx.sync_any(GROUP_BARRIER + group, 128, few) != 0:
                     store_probabilities(tile, scores, value_signs, True, group, warp, lane, shared)
@@ -134,7 +143,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             ptx.barrier_arrive(empty_values + 8 * value_stage)
         if cutlass.const_expr(not tile.token_scales):
             if are_served == 0:
-                serve = expect_tops(tile, tops, factors)
+                serve = expect_tops(tile, tops)
+                find_factors(tile, tops, references, factors)
         i = i + step
         stage = stage + step
         if stage >= tile.stages:
@@ -161,14 +171,13 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
 
 @cute.jit
 def _wait_for_values(tile: cutlass.Constexpr[Tile], barrier, phase, stage, token, group, thread, shared, work):
-    """Wait for a stage's values, clear those that no row sees, and show all that lies in shared memory to products."""
+    """Wait for a stage's values, and clear those that no row sees."""
     ptx.barrier_wait(barrier, phase)
     if cutlass.const_expr(tile.in_bulk):
         if token < work.all_low or token + STEP > work.all_high:
             lowest, highest = span_of(tile, shared)
             if token < lowest or token + STEP > highest:
                 clear_values(tile, stage, token, group, thread, lowest, highest, shared)
-    ptx.fence_async_shared()
 
 
 @cute.jit

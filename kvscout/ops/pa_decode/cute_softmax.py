@@ -30,8 +30,10 @@ FAR = 32 / LOG2E
 LOW = 2.0**-2
 """Probabilities that sums of two e4m3 numbers have fewer than 8 bits of: the sum of a thread's, of 2 or 4 tokens."""
 
-EXPECTED_BELOW, EXPECTED_BELOW_16_BIT = 6, 9
-"""Powers of two by which the tops of later steps are below the largest score of an earlier one."""
+EXPECTED_BELOW, EXPECTED_BELOW_16_BIT = 4, 9
+"""Powers of two by which tops that are to serve later steps are below the largest score of the one that they are of."""
+EXPECTED_LOW = 2.0**-4
+"""What ``LOW`` is for later steps: each of four tokens with 8 bits."""
 MOST, MOST_16_BIT = 448.0, 60000.0
 """What the probabilities of a thread's tokens may add up to then: e4m3 and float16 hold no more."""
 LARGE = 1024 / LOG2E
@@ -62,17 +64,17 @@ def columns_at(quad: int, lane: Any) -> Any:
 
 
 @cute.jit
-def find_tops(tile: cutlass.Constexpr[Tile], scores, tops, group, warp, lane, shared):
-    """The step's top of each of this thread's columns."""
+def find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales, tops, group, warp, lane, shared):
+    """The step's top of each of this thread's columns, of scores that ``row_scales`` are still to multiply, if any."""
     own, per_warp = tile.own_columns, 4 * tile.rows
     at = shared + tile.places.maxima + group * (4 * per_warp)
     for quad in cutlass.range_constexpr(own // 4):
         largest = []
         for c in cutlass.range_constexpr(4):
-            most = scores[4 * quad + c]
-            for i in cutlass.range_constexpr(1, 2 * tile.halves):
-                most = ptx.maximum(most, scores[i * own + 4 * quad + c])
-            largest.append(most)
+            column = [scores[i * own + 4 * quad + c] for i in range(2 * tile.halves)]
+            if cutlass.const_expr(row_scales is not None):
+                column = [score * row_scales[4 * quad + c] for score in column]
+            largest.append(functools.reduce(ptx.maximum, column))
         most = fold(largest, ptx.maximum, lane)
         if lane < 16:
             to = at + warp * per_warp + columns_at(quad, lane) + folded_column(lane) * 4
@@ -112,19 +114,13 @@ def raise_references(tile: cutlass.Constexpr[Tile], tops, references, sums, outp
                 outputs[k * own + column] = outputs[k * own + column] * factor
 
 
-def _largest(values: Any, count: int) -> Any:
-    """The largest of the first values."""
-    return functools.reduce(ptx.maximum, [values[i] for i in range(count)])
-
-
 @cute.jit
-def expect_tops(tile: cutlass.Constexpr[Tile], tops, factors):
+def expect_tops(tile: cutlass.Constexpr[Tile], tops):
     """Raise a step's tops to those that are expected to serve the next ones; whether their scores can be so exact."""
     bits = BELOW - (EXPECTED_BELOW if tile.is_e4m3 else EXPECTED_BELOW_16_BIT)
     is_small = Int32(1)
     for column in cutlass.range_constexpr(tile.own_columns):
         tops[column] = tops[column] + Float32(bits / LOG2E)
-        factors[column] = factors[column] * Float32(2.0**bits)
         if ptx.magnitude(tops[column]) > Float32(LARGE):
             is_small = Int32(0)
     # All warps have the same rows.
@@ -153,26 +149,33 @@ def expect_probabilities(
             found[column] = found[column] + probabilities[place]
     is_surprise = Int32(1)
     most = MOST if tile.is_e4m3 else MOST_16_BIT
-    if _largest(found, own) <= Float32(most):
+    if functools.reduce(ptx.maximum, [found[column] for column in range(own)]) <= Float32(most):
         is_surprise = Int32(0)
     if cutlass.const_expr(tile.is_e4m3):
-        is_surprise = is_surprise | are_few([found[column] for column in range(own)], lane)
+        is_surprise = is_surprise | are_few([found[column] for column in range(own)], EXPECTED_LOW, lane)
     return is_surprise
 
 
 @cute.jit
-def are_few(weights, lane):
-    """Whether up to four tokens outweigh all others of a warp by 2^12 in some row."""
+def are_few(weights, low: cutlass.Constexpr[float], lane):
+    """Whether up to four tokens outweigh all others of a warp in some row: those of most lanes weigh less than low."""
     is_low = Int32(0)
     for weight in weights:
         # Nothing at all is what tokens give that a row does not see.
-        if weight < Float32(LOW) and weight > Float32(0.0):
+        if weight < Float32(low) and weight > Float32(0.0):
             is_low = Int32(1)
     lanes_of_columns = Int32(0x11111111) << (lane & 3)
     are_few = Int32(0)
     if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= 4:
         are_few = Int32(1)
     return are_few
+
+
+@cute.jit
+def find_factors(tile: cutlass.Constexpr[Tile], tops, references, factors):
+    """What a step's sums and outputs are to be multiplied by, to be relative to the references."""
+    for column in cutlass.range_constexpr(tile.own_columns):
+        factors[column] = ptx.exp2((tops[column] - references[column]) * Float32(LOG2E))
 
 
 @cute.jit
@@ -201,7 +204,7 @@ def add_probabilities(
         sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
     needs_finer = Int32(0)
     if cutlass.const_expr(tile.is_e4m3):
-        needs_finer = are_few(weights if cutlass.const_expr(tile.token_scales) else found, lane)
+        needs_finer = are_few(weights if cutlass.const_expr(tile.token_scales) else found, LOW, lane)
     return needs_finer
 
 
