@@ -9,13 +9,16 @@ from .cute_outputs import merge_warpgroups
 from .cute_queries import load_queries, span_of
 from .cute_scores import first_token, hidden_score, mask, scale, score
 from .cute_softmax import (
+    BELOW,
     GROUP_BARRIER,
     LOG2E,
     NOTHING,
     add_probabilities,
     expect_probabilities,
     expect_tops,
+    expected_below,
     find_factors,
+    find_largest,
     find_tops,
     raise_references,
     store_probabilities,
@@ -94,8 +97,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         if cutlass.const_expr(not tile.token_scales):
             are_new = 1 - serve
             if are_new != 0:
-                find_tops(tile, scores, row_scales, tops, group, warp, lane, shared)
-                serve = expect_tops(tile, tops)
+                find_largest(tile, scores, row_scales, tops, group, warp, lane, shared)
+                serve = expect_tops(tile, tops, -expected_below(tile))
             is_surprise = expect_probabilities(tile, scores, row_scales, tops, probabilities, found, lane) | (1 - serve)
             store_probabilities(tile, probabilities, value_signs, False, group, warp, lane, shared)
             if are_new != 0:
@@ -115,7 +118,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
                     scores[place] = scores[place] + value_logs[place // own]
             else:
                 scale(tile, scores, row_scales)
-            find_tops(tile, scores, None, tops, group, warp, lane, shared)
+            find_tops(tile, scores, tops, group, warp, lane, shared)
             raise_references(tile, tops, references, sums, outputs)
             find_factors(tile, tops, references, factors)
             few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, lane)
@@ -143,7 +146,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             ptx.barrier_arrive(empty_values + 8 * value_stage)
         if cutlass.const_expr(not tile.token_scales):
             if are_served == 0:
-                serve = expect_tops(tile, tops)
+                serve = expect_tops(tile, tops, BELOW - expected_below(tile))
                 find_factors(tile, tops, references, factors)
         i = i + step
         stage = stage + step

@@ -30,8 +30,6 @@ FAR = 32 / LOG2E
 LOW = 2.0**-2
 """Probabilities that sums of two e4m3 numbers have fewer than 8 bits of: the sum of a thread's, of 2 or 4 tokens."""
 
-EXPECTED_BELOW, EXPECTED_BELOW_16_BIT = 4, 9
-"""Powers of two by which tops that are to serve later steps are below the largest score of the one that they are of."""
 EXPECTED_LOW = 2.0**-4
 """What ``LOW`` is for later steps: each of four tokens with 8 bits."""
 MOST, MOST_16_BIT = 448.0, 60000.0
@@ -41,6 +39,11 @@ LARGE = 1024 / LOG2E
 
 GROUP_BARRIER = 1
 """The first of the warpgroups' named barriers."""
+
+
+def expected_below(tile: Tile) -> int:
+    """Powers of two by which tops that are to serve later steps are below the largest score of their own."""
+    return 4 if tile.is_e4m3 else 9
 
 
 def fold(four: Sequence[Any], together: Callable[[Any, Any], Any], lane: Any) -> Any:
@@ -64,18 +67,18 @@ def columns_at(quad: int, lane: Any) -> Any:
 
 
 @cute.jit
-def find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales, tops, group, warp, lane, shared):
-    """The step's top of each of this thread's columns, of scores that ``row_scales`` are still to multiply, if any."""
+def find_largest(tile: cutlass.Constexpr[Tile], scores, row_scales, largest, group, warp, lane, shared):
+    """The step's largest score of each of this thread's columns; ``row_scales`` are still to multiply them, if any."""
     own, per_warp = tile.own_columns, 4 * tile.rows
     at = shared + tile.places.maxima + group * (4 * per_warp)
     for quad in cutlass.range_constexpr(own // 4):
-        largest = []
+        of_thread = []
         for c in cutlass.range_constexpr(4):
             column = [scores[i * own + 4 * quad + c] for i in range(2 * tile.halves)]
             if cutlass.const_expr(row_scales is not None):
                 column = [score * row_scales[4 * quad + c] for score in column]
-            largest.append(functools.reduce(ptx.maximum, column))
-        most = fold(largest, ptx.maximum, lane)
+            of_thread.append(functools.reduce(ptx.maximum, column))
+        most = fold(of_thread, ptx.maximum, lane)
         if lane < 16:
             to = at + warp * per_warp + columns_at(quad, lane) + folded_column(lane) * 4
             ptx.shared_store(to, [most], Float32)
@@ -84,7 +87,15 @@ def find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales, tops, group, wa
         found = [ptx.shared_load(at + i * per_warp + columns_at(quad, lane), Float32, 4) for i in range(4)]
         for c in cutlass.range_constexpr(4):
             most = ptx.maximum(ptx.maximum(found[0][c], found[1][c]), ptx.maximum(found[2][c], found[3][c]))
-            tops[4 * quad + c] = below(ptx.maximum(most, Float32(NOTHING)), BELOW)
+            largest[4 * quad + c] = most
+
+
+@cute.jit
+def find_tops(tile: cutlass.Constexpr[Tile], scores, tops, group, warp, lane, shared):
+    """The step's top of each of this thread's columns."""
+    find_largest(tile, scores, None, tops, group, warp, lane, shared)
+    for column in cutlass.range_constexpr(tile.own_columns):
+        tops[column] = below(ptx.maximum(tops[column], Float32(NOTHING)), BELOW)
 
 
 @cute.jit
@@ -115,13 +126,15 @@ def raise_references(tile: cutlass.Constexpr[Tile], tops, references, sums, outp
 
 
 @cute.jit
-def expect_tops(tile: cutlass.Constexpr[Tile], tops):
-    """Raise a step's tops to those that are expected to serve the next ones; whether their scores can be so exact."""
-    bits = BELOW - (EXPECTED_BELOW if tile.is_e4m3 else EXPECTED_BELOW_16_BIT)
+def expect_tops(tile: cutlass.Constexpr[Tile], tops, raised_by: cutlass.Constexpr[float]):
+    """Raise what are tops of a step, by a power of two, to those that later steps expect; whether these can serve.
+
+    Scores are not rounded before the tops are subtracted from them: it may only matter little.
+    """
     is_small = Int32(1)
     for column in cutlass.range_constexpr(tile.own_columns):
-        tops[column] = tops[column] + Float32(bits / LOG2E)
-        if ptx.magnitude(tops[column]) > Float32(LARGE):
+        tops[column] = tops[column] + Float32(raised_by / LOG2E)
+        if not ptx.magnitude(tops[column]) <= Float32(LARGE):
             is_small = Int32(0)
     # All warps have the same rows.
     serve = Int32(0)
