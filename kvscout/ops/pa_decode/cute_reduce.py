@@ -17,7 +17,7 @@ from ...kernels.cute import ptx
 from .cute_cluster import mail_of
 from .cute_outputs import MERGE_BARRIER, load_sink, normalise, store_row, store_two
 from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING
-from .cute_tile import COUNTERS, MATH_THREADS, REDUCE_FEW, REDUCE_THREADS, WARPGROUPS, Tile
+from .cute_tile import COUNTERS, MATH_BARRIER, MATH_THREADS, REDUCE_FEW, REDUCE_THREADS, WARPGROUPS, Tile
 from .cute_work import output_of, partitions_of
 
 CHAINS = REDUCE_THREADS // 32
@@ -36,13 +36,18 @@ def reduce_sequences(
 ):  # fmt: skip
     """Merge rows ``first_row``, ``first_row + row_step``, ... of sequences ``sequence``, ... of a KV head.
 
-    Each of them stands for ``data.rows_of_merge`` rows. The next kernel may begin before, or if ``is_late`` after.
+    Each of them stands for ``data.rows_of_merge`` rows. The next kernel may begin before, or if ``is_late`` after, if
+    there is anything to merge.
     """
     # Launching takes longer than merging: the next kernel's blocks, which wait for this one's end, are on their way.
     if cutlass.const_expr(not is_late):
         cute.arch.griddepcontrol_launch_dependents()
     # The plan is older than the partial results: what they waited for has ended.
     first_slot, count = partitions_of(data, sequence)
+    if cutlass.const_expr(is_late):
+        if _is_any_split(thread, sequence, sequence_step, data) == 0:
+            sequence = data.num_sequences
+            cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
     rows = data.query_length * data.group
     warp, lane = thread >> 5, thread & 31
@@ -67,6 +72,19 @@ def reduce_sequences(
         first_slot, count = partitions_of(data, cutlass.min(sequence, data.num_sequences - 1))
     if cutlass.const_expr(is_late):
         cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def _is_any_split(thread, sequence, sequence_step, data):
+    """Whether any of the sequences ``sequence``, ``sequence + sequence_step``, ... has partial results; else 0."""
+    is_split = Int32(0)
+    mine = sequence + thread * sequence_step
+    while mine < data.num_sequences:
+        _, count = partitions_of(data, mine)
+        if count > 1:
+            is_split = Int32(1)
+        mine = mine + REDUCE_THREADS * sequence_step
+    return ptx.sync_any(MATH_BARRIER, REDUCE_THREADS, is_split)
 
 
 @cute.jit

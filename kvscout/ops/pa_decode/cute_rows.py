@@ -198,15 +198,17 @@ def _find_probabilities(
 
     Most steps need no maxima: what probabilities add up to shows that none is too large beside the rows' references.
     """
-    are_right = Int32(0)
+    if not has_references:
+        tops = _find_tops(scores, row_scales)
+        references[0], references[1] = tops[0], tops[1]
     found = cute.make_rmem_tensor((2,), Float32)
-    if has_references:
-        scales = [row_scales[row] * Float32(LOG2E) for row in range(2)]
-        powers = [references[row] * Float32(LOG2E) for row in range(2)]
-        _add_up(tile, scores, scales, powers, found, operands)
-        largest = ptx.maximum(ptx.magnitude(powers[0]), ptx.magnitude(powers[1]))
-        if largest <= Float32(LARGE) and found[0] <= Float32(MOST) and found[1] <= Float32(MOST):
-            are_right = Int32(1)
+    scales = [row_scales[row] * Float32(LOG2E) for row in range(2)]
+    powers = [references[row] * Float32(LOG2E) for row in range(2)]
+    _add_up(tile, scores, scales, powers, found, operands)
+    largest = ptx.maximum(ptx.magnitude(powers[0]), ptx.magnitude(powers[1]))
+    are_right = Int32(0)
+    if largest <= Float32(LARGE) and found[0] <= Float32(MOST) and found[1] <= Float32(MOST):
+        are_right = Int32(1)
     if ptx.ballot(are_right) != Int32(-1):
         for half in cutlass.range_constexpr(2):
             for pair in cutlass.range_constexpr(GROUPS):
@@ -215,7 +217,7 @@ def _find_probabilities(
                         place = _place(half, pair, row, e)
                         # Rounded, as the reference will be: a compiler would subtract it from the exact product.
                         scores[place] = ptx.multiply_add(scores[place], row_scales[row], Float32(0.0))
-        _raise_references(_find_tops(scores), references, sums, outputs)
+        _raise_references(_find_tops(scores, None), references, sums, outputs)
         for half in cutlass.range_constexpr(2):
             for pair in cutlass.range_constexpr(GROUPS):
                 for row in cutlass.range_constexpr(2):
@@ -247,12 +249,14 @@ def _add_up(tile: cutlass.Constexpr[Tile], scores, scales, powers, found, operan
 
 
 @cute.jit
-def _find_tops(scores):
-    """The step's top of each of this thread's rows."""
+def _find_tops(scores, row_scales):
+    """The step's top of each of this thread's rows, of scores that ``row_scales`` are still to multiply, if any."""
     tops = []
     for row in cutlass.range_constexpr(2):
-        most = [functools.reduce(ptx.maximum, [scores[place] for place in chain]) for chain in _places(row)]
-        most = functools.reduce(ptx.maximum, most)
+        scaled = [[scores[place] for place in chain] for chain in _places(row)]
+        if cutlass.const_expr(row_scales is not None):
+            scaled = [[score * row_scales[row] for score in chain] for chain in scaled]
+        most = functools.reduce(ptx.maximum, [functools.reduce(ptx.maximum, chain) for chain in scaled])
         for distance in cutlass.range_constexpr(2):
             most = ptx.maximum(most, ptx.exchange(most, 1 << distance))
         tops.append(below(ptx.maximum(most, Float32(NOTHING)), BELOW))
