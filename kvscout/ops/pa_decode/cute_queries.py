@@ -41,27 +41,30 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
     parts = tile.rows // rows_at_once(tile)
     words = cute.make_rmem_tensor((4 * parts,), Int32)
     _load(tile, thread, words, data, work)
+    # While they are on their way.
+    if thread < tile.rows:
+        position, _ = place_of(data, work.first_row + thread)
+        low, high = visible(data, work.context, cutlass.min(position, data.query_length - 1))
+        ptx.shared_store(shared + places.bounds + thread * 8, [low, high])
     scale = data.softmax_scale
     if cutlass.const_expr(tile.is_e4m3):
         # Not earlier, as it would hold up the queries.
         if data.key_scale != 0 and data.keys_by_token == 0:
             scale = scale * ptx.load(data.key_scale + Int64(work.kv_head) * data.key_scale_head, Float32)
+    scales = [scale] * parts
+    if cutlass.const_expr(tile.is_e4m3):
+        scales = [scale * unit for unit in _store_split(tile, words, thread, shared, data)]
+    else:
+        for part in cutlass.range_constexpr(parts):
+            at = shared + places.queries + chunk * tile.query_pitch + row_of(tile, part, thread) * 16
+            ptx.shared_store(at, [words[4 * part + i] for i in range(4)])
     for part in cutlass.range_constexpr(parts):
-        in_block = row_of(tile, part, thread)
-        mine = [words[4 * part + i] for i in range(4)]
-        row_scale = scale
-        if cutlass.const_expr(tile.is_e4m3):
-            row_scale = scale * _store_split(tile, mine, in_block, chunk, shared, data)
-        else:
-            ptx.shared_store(shared + places.queries + chunk * tile.query_pitch + in_block * 16, mine)
+        row_scale = scales[part]
         if cutlass.const_expr(not tile.token_scales):
             if ptx.magnitude(row_scale) < Float32(LEAST_SCALE):
                 row_scale = Float32(LEAST_SCALE)
         if chunk == 0:
-            position, _ = place_of(data, work.first_row + in_block)
-            low, high = visible(data, work.context, cutlass.min(position, data.query_length - 1))
-            ptx.shared_store(shared + places.bounds + in_block * 8, [low, high])
-            ptx.shared_store(shared + places.row_scales + in_block * 4, [row_scale], Float32)
+            ptx.shared_store(shared + places.row_scales + row_of(tile, part, thread) * 4, [row_scale], Float32)
 
 
 @cute.jit
@@ -99,27 +102,50 @@ def _load(tile: cutlass.Constexpr[Tile], thread, words, data, work):
 
 
 @cute.jit
-def _store_split(tile: cutlass.Constexpr[Tile], words, in_block, chunk, shared, data):
-    """Eight elements of a row as two e4m3 numbers each; what the row's scores are to be multiplied by.
+def _store_split(tile: cutlass.Constexpr[Tile], words, thread, shared, data):
+    """Store eight elements of each of this thread's rows as two e4m3 numbers each; what scores are to be multiplied by.
 
-    A power of two brings the row's largest element into [128, 256).
+    A power of two brings a row's largest element into [128, 256).
     """
-    x = []
-    for i in cutlass.range_constexpr(4):
-        pair, as_float16 = ptx.unpack_bfloat16(words[i]), ptx.unpack_float16(words[i])
-        for e in cutlass.range_constexpr(2):
-            x.append(ptx.select(data.is_float16, as_float16[e], pair[e]))
-    largest = Float32(LEAST_MAGNITUDE)
-    for i in cutlass.range_constexpr(8):
-        largest = ptx.maximum(largest, ptx.magnitude(x[i]))
+    parts = tile.rows // rows_at_once(tile)
+    # Beside scales per token, registers are few.
+    together = min(parts, 2) if tile.token_scales else parts
+    units: list[Any] = []
+    for first in cutlass.range_constexpr(0, parts, together):
+        units += _store_split_rows(tile, words, range(first, first + together), thread, shared, data)
+    return units
+
+
+@cute.jit
+def _store_split_rows(tile: cutlass.Constexpr[Tile], words, parts: cutlass.Constexpr[range], thread, shared, data):
+    """Those of some of the rows."""
+    rows, largest = [], []
+    for part in cutlass.range_constexpr(parts.start, parts.stop):
+        x = []
+        for i in cutlass.range_constexpr(4):
+            word = words[4 * part + i]
+            pair, as_float16 = ptx.unpack_bfloat16(word), ptx.unpack_float16(word)
+            for e in cutlass.range_constexpr(2):
+                x.append(ptx.select(data.is_float16, as_float16[e], pair[e]))
+        most = Float32(LEAST_MAGNITUDE)
+        for i in cutlass.range_constexpr(8):
+            most = ptx.maximum(most, ptx.magnitude(x[i]))
+        rows.append(x)
+        largest.append(most)
+    # All rows' exchanges are on their way at once.
     for distance in cutlass.range_constexpr(threads_of_row(tile).bit_length() - 1):
-        largest = ptx.maximum(largest, ptx.exchange(largest, 1 << distance))
-    exponent = (largest.bitcast(Int32) >> 23) & 255
-    up = ((Int32(261) - exponent) << 23).bitcast(Float32)
-    element = chunk * 8
-    to = shared + tile.places.queries + (element >> 4) * tile.query_pitch + in_block * 16 + (element & 15)
-    for half in cutlass.range_constexpr(2):
-        high, low = ptx.split_queries([x[4 * half + i] * up for i in range(4)])
-        ptx.shared_store(to + 4 * half, [high])
-        ptx.shared_store(to + (4 * half + tile.rows // 8 * CORE), [low])
-    return ((exponent - 7) << 23).bitcast(Float32)
+        others = [ptx.exchange(most, 1 << distance) for most in largest]
+        largest = [ptx.maximum(most, other) for most, other in zip(largest, others, strict=True)]
+    element = thread % threads_of_row(tile) * 8
+    at = shared + tile.places.queries + (element >> 4) * tile.query_pitch + (element & 15)
+    units = []
+    for part in cutlass.range_constexpr(parts.start, parts.stop):
+        exponent = (largest[part - parts.start].bitcast(Int32) >> 23) & 255
+        up = ((Int32(261) - exponent) << 23).bitcast(Float32)
+        to = at + row_of(tile, part, thread) * 16
+        for half in cutlass.range_constexpr(2):
+            high, low = ptx.split_queries([rows[part - parts.start][4 * half + i] * up for i in range(4)])
+            ptx.shared_store(to + 4 * half, [high])
+            ptx.shared_store(to + (4 * half + tile.rows // 8 * CORE), [low])
+        units.append(((exponent - 7) << 23).bitcast(Float32))
+    return units
