@@ -23,26 +23,30 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
     if cutlass.const_expr(not tile.alternate):
         at = at + group * (tile.dim * 16)
         start = start + group * tile.tokens_of_piece
+    # Of the piece's tokens and those after it, how many come before ``highest``, and how many of these are seen.
     limit = highest - start
-    skipped = lowest - start
+    seen = highest - lowest
     of_word = tile.tokens_of_piece // 4
     spacing = tile.tokens_of_piece * (1 if tile.alternate else WARPGROUPS)
     parts = max(1, tile.dim // 128)
-    pieces = STEP * tile.dim // (spacing * 128 * parts) * sharing
-    # A loop, as few steps come here: code that they jump over takes time to fetch.
-    for piece in cutlass.range(0, pieces, sharing, unroll=1):
-        kept = limit - piece * spacing
-        if skipped - piece * spacing >= tile.tokens_of_piece:
+    pieces = STEP * tile.dim // (spacing * 128 * parts)
+    # A loop, as few steps come here: code that they jump over takes time to fetch. Scales per token leave it too few
+    # registers.
+    for _ in cutlass.range(pieces, unroll=pieces if tile.token_scales else 1):
+        kept = limit
+        if limit - seen >= tile.tokens_of_piece:
             kept = Int32(0)
         if kept < tile.tokens_of_piece:
             for part in cutlass.range_constexpr(parts):
-                to = at + (piece * tile.value_leading + part * (128 * 16))
+                to = at + part * (128 * 16)
                 words = ptx.shared_load(to, Int32, 4)
                 cleared = []
                 for i in cutlass.range_constexpr(4):
                     count = cutlass.min(cutlass.max(kept - i * of_word, 0), of_word)
                     cleared.append(ptx.low_bits(words[i], count * (32 // of_word)))
                 ptx.shared_store(to, cleared)
+        at = at + sharing * tile.value_leading
+        limit = limit - sharing * spacing
 
 
 @cute.jit
