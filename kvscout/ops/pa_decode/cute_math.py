@@ -30,6 +30,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     """Attend to a task's tokens, and store the result or a partial one."""
     places = tile.places
     group, warp = warp >> 2, warp & 3
+    if cutlass.const_expr(tile.warpgroups == 1):
+        group = Int32(0)
     in_group = thread & 127
     # What is needed last is asked for first; with scales per token it would spill.
     partitions, factor = Int32(0), data.value_factor
