@@ -9,8 +9,9 @@ matrix, are contiguous. Values of any page size, and keys of pages of 128, so be
 pages of 32 or 64 are copied chunk by chunk to make the same. Keys of pages of 16 stay page by page: eight tokens of
 each page make eight of the 64 rows.
 
-* e4m3: the two multiplying warpgroups take alternate steps, or a single one takes them all. Tokens ``16 g + 8 h + i`` (i < 8) are rows ``8 g + i`` of
-  the h-th product. Queries and probabilities are sums of two e4m3 numbers, side by side: 2 ``rows`` columns.
+* e4m3: the two multiplying warpgroups take alternate steps, or a single one takes them all. Tokens ``16 g + 8 h + i``
+  (i < 8) are rows ``8 g + i`` of the h-th product. Queries and probabilities are sums of two e4m3 numbers, side by
+  side: 2 ``rows`` columns.
 * 16-bit: each warpgroup takes every step, and of it the tokens ``16 g + 8 w + i``, w being its number.
 
 With many query rows it is the other way round: ``S = Q K^T`` and ``O = P V``, each warpgroup on alternate steps, with
@@ -380,12 +381,13 @@ class Tile:
         per_row = 4 * self.rows
         of_step = STEP * 4 if self.token_scales else 0
         mailed = self.rows if self.cluster else 0
+        own_bytes = self.warpgroups * self.own_bytes
         return Places(
             keys=take(self.stages * self.stage_bytes),
             values=take(self.value_stages * self.stage_bytes),
             queries=take(self.rows * self.dim * 2),
-            own=(own := take(self.warpgroups * self.own_bytes)),
-            finer=own if not self.is_e4m3 or self.by_rows or self.blocks > 1 else take(self.warpgroups * self.own_bytes),
+            own=(own := take(own_bytes)),
+            finer=own if not self.is_e4m3 or self.by_rows or self.blocks > 1 else take(own_bytes),
             mail=take(mailed * self.dim * 4),
             mail_stats=take(mailed * 8),
             bounds=take(2 * per_row),

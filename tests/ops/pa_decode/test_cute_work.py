@@ -132,8 +132,8 @@ def test_what_no_kernel_would_get_right_is_no_kernel():
     # A single warpgroup has nobody to share steps with, whatever the stages, and takes none that are cut in halves.
     small = {"cache": "e4m3", "page": 16, "rows": 16, "stages": 1, "blocks": 2, "warpgroups": 1}
     assert Tile(**small | {"stages": 3}).threads == 256
-    by_rows = {"rows": 64, "by_rows": True, "blocks": 1, "stages": 2}
-    for wrong in ({"cache": "bf16"}, {"token_scales": True}, {"cluster": True, "blocks": 1}, by_rows, {"warpgroups": 3}):
+    by_rows, cluster = {"rows": 64, "by_rows": True, "blocks": 1, "stages": 2}, {"cluster": True, "blocks": 1}
+    for wrong in ({"cache": "bf16"}, {"token_scales": True}, cluster, by_rows, {"warpgroups": 3}):
         with pytest.raises(ValueError, match="no kernel"):
             Tile(**small | wrong)
     with pytest.raises(ValueError, match="more shared memory"):
