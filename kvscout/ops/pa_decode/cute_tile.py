@@ -77,7 +77,7 @@ class Places(NamedTuple):
     values: int
     queries: int  # B operand
     own: int  # of each warpgroup: a B operand, probabilities or widened values; in the end, outputs for another
-    finer: int  # what two e4m3 numbers leave of probabilities; of pairs of thread blocks, in their place for a while
+    finer: int  # what two e4m3 numbers leave of probabilities; where blocks share a multiprocessor, in their place
     mail: int  # of each block of a cluster and each row that this one merges: elements
     mail_stats: int  # of these: reference and sum
     bounds: int  # (low, high) of each row
