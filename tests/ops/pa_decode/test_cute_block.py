@@ -23,10 +23,14 @@ PATIENCE = 60
 """Seconds after which nobody will come any more."""
 
 TILES = [
-    program.spec
-    for program in cute_wgmma.VARIANT.programs()
-    if program.spec.warpgroups == 1
-    or (program.spec.blocks == 2 and program.spec.is_e4m3 and not program.spec.token_scales and program.spec.in_bulk)
+    tile
+    for tile in (program.spec for program in cute_wgmma.VARIANT.programs())
+    if tile.is_e4m3
+    and tile.in_bulk
+    and tile.blocks > 1
+    and not tile.token_scales
+    # Pages of 32 and 64 are copied alike.
+    and tile.page == {64: 32, 128: 16}[tile.dim]
 ]
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
@@ -40,15 +44,6 @@ def as_e4m3(numbers):
 
 def word_of(four):
     return Int32(np.asarray(four, np.uint8).view(np.int32)[0])
-
-
-def split_probabilities(values, shifts, count):
-    left, words = np.array(values, np.float16), []
-    for shift in (*shifts, 0):
-        term = as_e4m3(left)
-        words.append(word_of(term))
-        left = ((left - E4M3[term].astype(np.float16)) * np.float16(2**shift)).astype(np.float16)
-    return words[-count:]
 
 
 def unpack_float16(word):
@@ -86,13 +81,13 @@ class Block(Memory):
     Attributes:
         barriers: those of shared memory, by address.
         named: the others, by number.
-        asked: the barriers where some thread has asked for finer terms of probabilities.
-        finer: how often threads then got them.
+        asked: the named barriers to which some thread has brought something.
+        has_finer: whether some step needed finer terms of probabilities.
     """
 
     def __init__(self, size, arrays):
         super().__init__(size, arrays)
-        self.barriers, self.named, self.asked, self.finer = {}, {}, set(), 0
+        self.barriers, self.named, self.asked, self.has_finer = {}, {}, set(), False
         self.lock = threading.Lock()
 
     def _init(self, barrier, count):
@@ -118,9 +113,16 @@ class Block(Memory):
         self._sync(number, threads)
         self.asked.discard(int(number))
         self._sync(number, threads)
-        with self.lock:
-            self.finer += found
         return int(found)
+
+    def _split_probabilities(self, values, shifts, count):
+        left, words = np.array(values, np.float16), []
+        for shift in (*shifts, 0):
+            term = as_e4m3(left)
+            words.append(word_of(term))
+            left = ((left - E4M3[term].astype(np.float16)) * np.float16(2**shift)).astype(np.float16)
+        self.has_finer |= len(words) > count
+        return words[-count:]
 
     def _multiply(self, kind, columns, a, b, strides, chains, turned=False, swizzled=False):
         assert "e4m3" in kind and not turned and not swizzled
@@ -162,7 +164,7 @@ class Block(Memory):
             count_bits=lambda word: bin(int(word) & 0xFFFFFFFF).count("1"),
             unpack_float16=unpack_float16,
             unpack_bfloat16=lambda word: [None, None],
-            split_probabilities=split_probabilities,
+            split_probabilities=self._split_probabilities,
         )
         return code
 
@@ -262,11 +264,11 @@ class Call:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-@pytest.mark.parametrize(("lowest", "context", "spread"), [(0, 1, 1.0), (0, 128, 1.0), (147, 805, 1.0), (3, 600, 12.0)])
+@pytest.mark.parametrize(("lowest", "context", "spread"), [(0, 1, 1.0), (147, 805, 1.0), (3, 300, 12.0)])
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
 def test_a_block_attends_to_its_task_s_tokens(tile, lowest, context, spread):
     call = Call(tile, lowest, context, spread)
     call.run()
     call.check(2e-3)
     # Few tokens outweigh all others where logits are far apart.
-    assert (call.block.finer > 0) == (spread > 2)
+    assert call.block.has_finer == (spread > 2)
