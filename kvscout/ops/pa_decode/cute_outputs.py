@@ -138,6 +138,8 @@ def _store_rows(tile: cutlass.Constexpr[Tile], rows, slot, partitions, shared, d
                         ptx.store(at, merged[k : k + tile.vector], Float32, ".cg")
                     if slot == 0:
                         ptx.store(stats, [top, total])
+    elif cutlass.const_expr(tile.warpgroups == 1):
+        _store_results(rows, slot, partitions, data, work)
     else:
         for merged, top, total, row in rows:
             # All lanes exchange halves, also those whose row is past the last: it takes the sink of one that is there.
@@ -146,6 +148,36 @@ def _store_rows(tile: cutlass.Constexpr[Tile], rows, slot, partitions, shared, d
                 is_row = Int32(1)
             at, lse_at, factor, lse = result_of(top, total, cutlass.min(row, count - 1), partitions, data, work)
             store_row(merged, factor, lse, at, lse_at, slot, 4, is_row, data)
+
+
+@cute.jit
+def _store_results(rows, slot, partitions, data, work):
+    """Store rows as results: of the eight lanes that share them each finds what one becomes, and tells the others."""
+    count = data.query_length * data.group
+    lane = ptx.thread_index() & 31
+    mine = [rows[i][1:] for i in range(len(rows))]
+    for bit in cutlass.range_constexpr(len(rows).bit_length() - 1):
+        odd = (slot >> bit) & 1
+        mine = [
+            (
+                ptx.select(odd, mine[i + 1][0], mine[i][0]),
+                ptx.select(odd, mine[i + 1][1], mine[i][1]),
+                ptx.select(odd, mine[i + 1][2], mine[i][2], Int32),
+            )
+            for i in range(0, len(mine), 2)
+        ]
+    top, total, row = mine[0]
+    at, lse_at, factor, lse = result_of(top, total, cutlass.min(row, count - 1), partitions, data, work)
+    if data.lse != 0 and row < count and slot < len(rows):
+        ptx.store(lse_at, [lse])
+    for i in cutlass.range_constexpr(len(rows)):
+        merged, row = rows[i][0], rows[i][3]
+        teller = (lane & 3) + 4 * i
+        is_row = Int32(0)
+        if row < count:
+            is_row = Int32(1)
+        its_at, its_factor = ptx.from_lane(at, teller, Int64), ptx.from_lane(factor, teller, Float32)
+        _store_elements(merged, its_factor, its_at, slot, 4, is_row, data)
 
 
 @cute.jit
@@ -168,10 +200,15 @@ def result_of(top, total, row, partitions, data, work):
 
 @cute.jit
 def store_row(merged, factor, lse, at, lse_at, slot, distance: cutlass.Constexpr[int], is_row, data):
-    """One row by 32 threads in the order of slots, neighbours being ``distance`` lanes apart; ``is_row`` 0: none.
+    """One row by 32 threads in the order of slots, neighbours being ``distance`` lanes apart; ``is_row`` 0: none."""
+    _store_elements(merged, factor, at, slot, distance, is_row, data)
+    if data.lse != 0 and is_row != 0 and slot == 0:
+        ptx.store(lse_at, [lse])
 
-    Neighbours exchange halves, so that each stores pairs of elements.
-    """
+
+@cute.jit
+def _store_elements(merged, factor, at, slot, distance: cutlass.Constexpr[int], is_row, data):
+    """A row's elements: neighbours exchange halves, so that each stores pairs of elements."""
     odd, half = slot & 1, len(merged) // 2
     at = at + Int64(odd * element_of(half) + (slot >> 3) * 16 + (slot & 6)) * 2
     for k in cutlass.range_constexpr(half):
@@ -181,8 +218,6 @@ def store_row(merged, factor, lse, at, lse_at, slot, distance: cutlass.Constexpr
         low, high = ptx.select(odd, got, kept) * factor, ptx.select(odd, kept, got) * factor
         if is_row != 0:
             store_two(at + 2 * element_of(k), [low, high], data)
-    if data.lse != 0 and is_row != 0 and slot == 0:
-        ptx.store(lse_at, [lse])
 
 
 @cute.jit
