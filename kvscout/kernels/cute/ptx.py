@@ -346,7 +346,11 @@ def count_bits(word: Any) -> Any:
 
 def from_lane(x: Any, lane: Any, kind: Any = Int32) -> Any:
     """The value of a lane."""
-    return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", (kind,), [(kind, x), (Int32, lane)])
+    text = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+    if kind is Int64:
+        halves = "shfl.sync.idx.b32 l, l, $2, 31, -1; shfl.sync.idx.b32 h, h, $2, 31, -1;"
+        text = f"{{.reg .b32 l, h; mov.b64 {{l, h}}, $1; {halves} mov.b64 $0, {{l, h}};}}"
+    return ptx(text, (kind,), [(kind, x), (Int32, lane)])
 
 
 def pack_bfloat16(low: Any, high: Any) -> Any:

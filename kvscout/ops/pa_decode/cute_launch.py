@@ -15,12 +15,9 @@ from .cute_outputs import clear_rows
 from .cute_pieces import produce_pieces
 from .cute_reduce import merge_as_last, merge_mail, reduce_sequences
 from .cute_rows import consume_rows
-from .cute_tile import LOAD_THREADS, MATH_THREADS, REDUCE_THREADS, WARPGROUPS, WIDEN_THREADS, Tile
+from .cute_tile import LOAD_THREADS, REDUCE_THREADS, WIDEN_THREADS, Tile
 from .cute_widening import widen_values
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of, touch_constants
-
-FIRST_WIDENING = (MATH_THREADS + LOAD_THREADS) // 32
-"""The first of the warps that widen values, where there are some."""
 
 # Blocks of the merge that a multiprocessor has room for.
 REDUCE_BLOCKS = 4
@@ -76,8 +73,8 @@ class Kernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread & 31
         shared = cute.arch.get_dyn_smem(Uint8, alignment=1024).toint()
-        if thread == MATH_THREADS:
-            readers = 4 if tile.alternate else MATH_THREADS // 32
+        if thread == tile.math_threads:
+            readers = 4 if tile.alternate else tile.math_threads // 32
             keys, values = (2 + (64 if tile.token_scales else 0), 2) if tile.in_bulk else (64, 64)
             for i in cutlass.range_constexpr(tile.stages):
                 ptx.barrier_init(shared + tile.places.full_keys + 8 * i, keys)
@@ -86,7 +83,7 @@ class Kernel:
                 ptx.barrier_init(shared + tile.places.full_values + 8 * i, values)
                 ptx.barrier_init(shared + tile.places.empty_values + 8 * i, readers)
             if cutlass.const_expr(tile.widens):
-                for i in cutlass.range_constexpr(WARPGROUPS):
+                for i in cutlass.range_constexpr(tile.warpgroups):
                     ptx.barrier_init(shared + tile.places.full_wide + 8 * i, WIDEN_THREADS // 32)
                     ptx.barrier_init(shared + tile.places.empty_wide + 8 * i, 4)
             if cutlass.const_expr(tile.cluster):
@@ -113,12 +110,13 @@ class Kernel:
             slot, kv_head, first_row, sequence, first_step, steps, lowest, highest, all_low, all_high, context, rank
         )  # fmt: skip
         is_task = first_tile < end_tile
-        if warp >= MATH_THREADS // 32:
+        if warp >= tile.math_threads // 32:
             if cutlass.const_expr(tile.widens):
-                if warp >= FIRST_WIDENING:
+                first_widening = (tile.math_threads + LOAD_THREADS) // 32
+                if warp >= first_widening:
                     cute.arch.setmaxregister_decrease(tile.widening_registers)
                     if is_task:
-                        widen_values(tile, warp - FIRST_WIDENING, lane, shared, work)
+                        widen_values(tile, warp - first_widening, lane, shared, work)
                 else:
                     self.load(thread, warp, lane, shared, data, work, is_task, count)
             else:
@@ -152,16 +150,16 @@ class Kernel:
             cute.arch.setmaxregister_decrease(tile.registers[1])
         if is_task:
             load_all = produce if cutlass.const_expr(tile.in_bulk) else produce_pieces
-            load_all(tile, warp - MATH_THREADS // 32, lane, shared, data, work)
+            load_all(tile, warp - tile.math_threads // 32, lane, shared, data, work)
         if cutlass.const_expr(tile.cluster):
             if count == 0 and work.rank == 0:
-                clear_rows(tile, thread - MATH_THREADS, work.sequence, work.kv_head, work.first_row, data)
+                clear_rows(tile, thread - tile.math_threads, work.sequence, work.kv_head, work.first_row, data)
             cute.arch.cluster_wait()
         # There are at least as many slots as sequences: each also clears the sequence of its number if empty.
         elif work.slot < data.num_sequences:
             _, partitions = partitions_of(data, work.slot)
             if partitions == 0:
-                clear_rows(tile, thread - MATH_THREADS, work.slot, work.kv_head, work.first_row, data)
+                clear_rows(tile, thread - tile.math_threads, work.slot, work.kv_head, work.first_row, data)
 
     @cute.kernel
     def reduce(self, data: Data) -> None:

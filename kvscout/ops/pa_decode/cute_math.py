@@ -1,4 +1,4 @@
-"""The two multiplying warpgroups: scores, softmax and outputs of every step of a task."""
+"""The multiplying warpgroups: scores, softmax and outputs of every step of a task."""
 
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +23,7 @@ from .cute_softmax import (
     raise_references,
     store_probabilities,
 )
-from .cute_tile import MATH_BARRIER, MATH_THREADS, STEP, WARPGROUPS, Tile
+from .cute_tile import MATH_BARRIER, STEP, Tile
 from .cute_values import add_outputs, clear_values
 from .cute_work import partitions_of, value_factor
 
@@ -36,6 +36,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     """Attend to a task's tokens, and store the result or a partial one."""
     places = tile.places
     group, warp = warp >> 2, warp & 3
+    if cutlass.const_expr(tile.warpgroups == 1):
+        group = Int32(0)
     in_group = thread & 127
     # What is needed last is asked for first; with scales per token it would spill.
     partitions, factor = Int32(0), data.value_factor
@@ -47,7 +49,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     if cutlass.const_expr(tile.token_scales):
         _fill_absent_scales(tile, thread, shared, data)
     ptx.fence_async_shared()
-    ptx.sync(MATH_BARRIER, MATH_THREADS)
+    ptx.sync(MATH_BARRIER, tile.math_threads)
     own = tile.own_columns
     row_scales = cute.make_rmem_tensor((own,), Float32)
     for j in cutlass.range_constexpr(tile.rows // 8):
@@ -68,7 +70,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     serve = Int32(0)
     full_keys, full_values = shared + places.full_keys, shared + places.full_values
     empty_keys, empty_values = shared + places.empty_keys, shared + places.empty_values
-    step = WARPGROUPS if tile.alternate else 1
+    step = tile.warpgroups if tile.alternate else 1
     i = group if cutlass.const_expr(tile.alternate) else Int32(0)
     stage, phase = i, Int32(0)
     value_stage, value_phase = stage, phase
@@ -186,9 +188,9 @@ def _wait_for_values(tile: cutlass.Constexpr[Tile], barrier, phase, stage, token
 @cute.jit
 def _fill_absent_scales(tile: cutlass.Constexpr[Tile], thread, shared, data):
     """Ones where only one of keys and values has a scale per token; nothing else is ever written there."""
-    for i in cutlass.range_constexpr((tile.stages * STEP + MATH_THREADS - 1) // MATH_THREADS):
-        at = shared + (thread + i * MATH_THREADS) * 4
-        if thread + i * MATH_THREADS < tile.stages * STEP:
+    for i in cutlass.range_constexpr((tile.stages * STEP + tile.math_threads - 1) // tile.math_threads):
+        at = shared + (thread + i * tile.math_threads) * 4
+        if thread + i * tile.math_threads < tile.stages * STEP:
             if data.keys_by_token == 0:
                 ptx.shared_store(at + tile.places.key_scales, [1.0], Float32)
             if data.values_by_token == 0:

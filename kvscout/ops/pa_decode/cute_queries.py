@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_tile import CORE, MATH_THREADS, Tile
+from .cute_tile import CORE, Tile
 from .cute_work import place_of, visible
 
 # A row of zeros needs some scale.
@@ -24,7 +24,7 @@ def threads_of_row(tile: Tile) -> int:
 
 def rows_at_once(tile: Tile) -> int:
     """Query rows that all threads load at once."""
-    return min(tile.rows, MATH_THREADS // threads_of_row(tile))
+    return min(tile.rows, tile.math_threads // threads_of_row(tile))
 
 
 def row_of(tile: Tile, part: int, thread: Any) -> Any:

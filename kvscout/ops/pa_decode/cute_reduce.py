@@ -17,7 +17,7 @@ from ...kernels.cute import ptx
 from .cute_cluster import mail_of
 from .cute_outputs import MERGE_BARRIER, load_sink, normalise, store_row, store_two
 from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING
-from .cute_tile import COUNTERS, MATH_BARRIER, MATH_THREADS, REDUCE_FEW, REDUCE_THREADS, WARPGROUPS, Tile
+from .cute_tile import COUNTERS, MATH_BARRIER, REDUCE_FEW, REDUCE_THREADS, Tile
 from .cute_work import output_of, partitions_of
 
 CHAINS = REDUCE_THREADS // 32
@@ -98,20 +98,20 @@ def merge_as_last(tile: cutlass.Constexpr[Tile], shared, num_kv_heads, data, wor
     first_slot, count = partitions_of(data, work.sequence)
     if count > 1:
         # All of the block's stores come before its arrival.
-        ptx.sync(MERGE_BARRIER, MATH_THREADS)
+        ptx.sync(MERGE_BARRIER, tile.math_threads)
         flag = shared + tile.places.constants
         if thread == 0:
             line = Int64(work.sequence) * num_kv_heads + work.kv_head
             at = data.arrivals + line * (4 * COUNTERS) + Int64(work.first_row // tile.rows) * 4
             ptx.shared_store(flag, [ptx.count_up(at, count - 1)])
-        ptx.sync(MERGE_BARRIER, MATH_THREADS)
+        ptx.sync(MERGE_BARRIER, tile.math_threads)
         if ptx.shared_load(flag) == count - 1:
             end = cutlass.min(work.first_row + tile.rows, data.query_length * data.group)
             if count <= REDUCE_FEW:
                 row = work.first_row + warp
                 while row < end:
                     _reduce_few(tile, lane, first_slot, count, work.sequence, row, work.kv_head, data, PAST_L1)
-                    row = row + MATH_THREADS // 32
+                    row = row + tile.math_threads // 32
             else:
                 group = warp >> 2
                 own = shared + tile.places.own + group * tile.own_bytes
@@ -121,7 +121,7 @@ def merge_as_last(tile: cutlass.Constexpr[Tile], shared, num_kv_heads, data, wor
                         tile, thread & 127, own, first_slot, count, work.sequence, row, work.kv_head, data, True,
                         GROUP_BARRIER + group,
                     )  # fmt: skip
-                    row = row + WARPGROUPS
+                    row = row + tile.warpgroups
 
 
 @cute.jit

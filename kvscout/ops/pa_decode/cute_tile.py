@@ -9,8 +9,9 @@ matrix, are contiguous. Values of any page size, and keys of pages of 128, so be
 pages of 32 or 64 are copied chunk by chunk to make the same. Keys of pages of 16 stay page by page: eight tokens of
 each page make eight of the 64 rows.
 
-* e4m3: the two multiplying warpgroups take alternate steps. Tokens ``16 g + 8 h + i`` (i < 8) are rows ``8 g + i`` of
-  the h-th product. Queries and probabilities are sums of two e4m3 numbers, side by side: 2 ``rows`` columns.
+* e4m3: the two multiplying warpgroups take alternate steps, or a single one takes them all. Tokens ``16 g + 8 h + i``
+  (i < 8) are rows ``8 g + i`` of the h-th product. Queries and probabilities are sums of two e4m3 numbers, side by
+  side: 2 ``rows`` columns.
 * 16-bit: each warpgroup takes every step, and of it the tokens ``16 g + 8 w + i``, w being its number.
 
 With many query rows it is the other way round: ``S = Q K^T`` and ``O = P V``, each warpgroup on alternate steps, with
@@ -36,7 +37,7 @@ from typing import NamedTuple
 STEP = 128
 """Tokens of a stage."""
 WARPGROUPS = 2
-"""Warpgroups that multiply; four more warps load, two for keys and two for values."""
+"""Warpgroups that multiply, unless a tile has but one; four more warps load, two for keys and two for values."""
 MATH_THREADS = 128 * WARPGROUPS
 LOAD_THREADS = 128
 WIDEN_THREADS = 128
@@ -54,6 +55,8 @@ ROWS_DIM = 128
 SHARED_BYTES = 228 << 10
 """Shared memory of a multiprocessor, of which the system takes the following for each thread block."""
 RESERVED_BYTES = 1024
+REGISTERS = 65536
+"""Those of a multiprocessor. Threads get them by eights."""
 COUNTERS = 32
 """Counters of arrivals of a sequence and KV head: one for each block of query rows."""
 REDUCE_THREADS = 128
@@ -73,8 +76,8 @@ class Places(NamedTuple):
     keys: int
     values: int
     queries: int  # B operand
-    own: int  # of each warpgroup: a B operand, probabilities or widened values; in the end, outputs for the other
-    finer: int  # what two e4m3 numbers leave of probabilities; of pairs of thread blocks, in their place for a while
+    own: int  # of each warpgroup: a B operand, probabilities or widened values; in the end, outputs for another
+    finer: int  # what two e4m3 numbers leave of probabilities; where blocks share a multiprocessor, in their place
     mail: int  # of each block of a cluster and each row that this one merges: elements
     mail_stats: int  # of these: reference and sum
     bounds: int  # (low, high) of each row
@@ -112,6 +115,8 @@ class Tile:
         value_stages: steps whose values their ring holds, 0 for as many. Values stay until a step has ended, keys
             until it has scores.
         cluster: whether the blocks of a sequence are a cluster, which merges its partial results itself.
+        warpgroups: those that multiply, two or one: half as many warps begin and end a task, and there is nothing to
+            exchange between them.
     """
 
     cache: str
@@ -125,15 +130,19 @@ class Tile:
     layout: str = CHUNKED
     value_stages: int = 0
     cluster: bool = False
+    warpgroups: int = WARPGROUPS
 
     def __post_init__(self) -> None:
         if self.value_stages == 0:
             object.__setattr__(self, "value_stages", self.stages)
         # A warpgroup that met a stage only every other phase would take one parity for the other.
-        mixed_up = self.alternate and (self.stages % WARPGROUPS != 0 or self.value_stages % WARPGROUPS != 0)
+        mixed_up = self.alternate and (self.stages % self.warpgroups != 0 or self.value_stages % self.warpgroups != 0)
         if self.rows % 16 or STEP % self.page or mixed_up or not (self.in_bulk or self.page == STEP):
             raise ValueError(f"no kernel for {self}")
         if self.by_rows and (self.rows != 64 or self.token_scales or self.dim != ROWS_DIM or not self.in_bulk):
+            raise ValueError(f"no kernel for {self}")
+        is_plain = self.is_e4m3 and not (self.by_rows or self.token_scales or self.cluster)
+        if self.warpgroups != WARPGROUPS and not (self.warpgroups == 1 and is_plain):
             raise ValueError(f"no kernel for {self}")
         if self.cluster and (self.rows != CLUSTER_ROWS or self.blocks > 1):
             raise ValueError(f"no kernel for {self}")
@@ -147,7 +156,8 @@ class Tile:
         pages = f"page{self.page}" if self.in_bulk else self.layout
         shape = f"{self.cache}_d{self.dim}_{pages}_rows{self.rows}"
         stages = f"{self.stages}" if self.value_stages == self.stages else f"{self.stages}_{self.value_stages}"
-        return f"pa_decode_{shape}_stages{stages}x{self.blocks}{scales}{'_cluster' * self.cluster}"
+        few = f"_wg{self.warpgroups}" if self.warpgroups != WARPGROUPS else ""
+        return f"pa_decode_{shape}_stages{stages}x{self.blocks}{scales}{'_cluster' * self.cluster}{few}"
 
     @property
     def in_bulk(self) -> bool:
@@ -180,9 +190,14 @@ class Tile:
         return self.is_e4m3 and self.by_rows
 
     @property
+    def math_threads(self) -> int:
+        """Threads that multiply."""
+        return 128 * self.warpgroups
+
+    @property
     def threads(self) -> int:
         """Threads of a thread block."""
-        return MATH_THREADS + LOAD_THREADS + (WIDEN_THREADS if self.widens else 0)
+        return self.math_threads + LOAD_THREADS + (WIDEN_THREADS if self.widens else 0)
 
     @property
     def element_bytes(self) -> int:
@@ -201,7 +216,7 @@ class Tile:
 
     @property
     def alternate(self) -> bool:
-        """Whether the warpgroups take alternate steps."""
+        """Whether the warpgroups take alternate steps, and a single one every step."""
         return self.is_e4m3 or self.by_rows
 
     @property
@@ -231,12 +246,14 @@ class Tile:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Those of a multiplying and of a loading thread then: no more than all threads start with, 168 or 80 each."""
+        """Those of a multiplying and of a loading thread then: no more than all threads start with."""
         if self.blocks > 1:
-            return (104, 24) if self.in_bulk or not self.token_scales else (96, 40)
-        if self.widens:
-            return (200, 40)
-        return (240, 24) if self.rows > 32 else (232, 40)
+            loading = 24 if self.in_bulk or not self.token_scales else 40
+        else:
+            loading = 24 if self.rows > 32 and not self.widens else 40
+        at_first = REGISTERS // (self.blocks * self.threads) // 8 * 8 * self.threads
+        widening = self.widening_registers * WIDEN_THREADS if self.widens else 0
+        return (at_first - loading * LOAD_THREADS - widening) // self.math_threads // 8 * 8, loading
 
     @property
     def widening_registers(self) -> int:
@@ -322,7 +339,7 @@ class Tile:
         """Bytes from a warpgroup's 16 bytes of tokens, or its eight of them, to its next."""
         if self.are_values_turned:
             return 2 * ATOM
-        return self.dim * 16 * (1 if self.alternate else WARPGROUPS)
+        return self.dim * 16 * (1 if self.alternate else self.warpgroups)
 
     @property
     def value_part(self) -> int:
@@ -348,7 +365,8 @@ class Tile:
     def own_bytes(self) -> int:
         """Bytes of a warpgroup's own: of its probabilities, or of half of its outputs, or of a step's wide values."""
         wide = STEP * self.dim * 2 if self.widens else 0
-        return max(self.probability_bytes, self.rows // WARPGROUPS * self.dim * 4, wide)
+        exchanged = self.rows // 2 * self.dim * 4 if self.warpgroups > 1 else 0
+        return max(self.probability_bytes, exchanged, wide)
 
     @property
     def places(self) -> Places:
@@ -363,27 +381,28 @@ class Tile:
         per_row = 4 * self.rows
         of_step = STEP * 4 if self.token_scales else 0
         mailed = self.rows if self.cluster else 0
+        own_bytes = self.warpgroups * self.own_bytes
         return Places(
             keys=take(self.stages * self.stage_bytes),
             values=take(self.value_stages * self.stage_bytes),
             queries=take(self.rows * self.dim * 2),
-            own=(own := take(WARPGROUPS * self.own_bytes)),
-            finer=own if not self.is_e4m3 or self.by_rows or self.blocks > 1 else take(WARPGROUPS * self.own_bytes),
+            own=(own := take(own_bytes)),
+            finer=own if not self.is_e4m3 or self.by_rows or self.blocks > 1 else take(own_bytes),
             mail=take(mailed * self.dim * 4),
             mail_stats=take(mailed * 8),
             bounds=take(2 * per_row),
             row_scales=take(per_row),
-            maxima=take(WARPGROUPS * 4 * per_row),
-            sums=take(WARPGROUPS * 4 * per_row),
-            references=take(WARPGROUPS * (128 * 8 if self.by_rows else per_row)),
+            maxima=take(self.warpgroups * 4 * per_row),
+            sums=take(self.warpgroups * 4 * per_row),
+            references=take(self.warpgroups * (128 * 8 if self.by_rows else per_row)),
             key_scales=take(self.stages * of_step),
             value_scales=take(self.stages * of_step),
             full_keys=take(8 * self.stages),
             full_values=take(8 * self.value_stages),
             empty_keys=take(8 * self.stages),
             empty_values=take(8 * self.value_stages),
-            full_wide=take(8 * WARPGROUPS if self.widens else 0),
-            empty_wide=take(8 * WARPGROUPS if self.widens else 0),
+            full_wide=take(8 * self.warpgroups if self.widens else 0),
+            empty_wide=take(8 * self.warpgroups if self.widens else 0),
             mail_barrier=take(8 * self.cluster),
             constants=take(4 * self.threads // 32),
             size=at,

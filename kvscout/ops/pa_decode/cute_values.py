@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...kernels.cute import ptx
-from .cute_tile import CORE, STEP, WARPGROUPS, Tile
+from .cute_tile import CORE, STEP, Tile
 
 
 @cute.jit
@@ -27,7 +27,7 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
     limit = highest - start
     seen = highest - lowest
     of_word = tile.tokens_of_piece // 4
-    spacing = tile.tokens_of_piece * (1 if tile.alternate else WARPGROUPS)
+    spacing = tile.tokens_of_piece * (1 if tile.alternate else tile.warpgroups)
     parts = max(1, tile.dim // 128)
     pieces = STEP * tile.dim // (spacing * 128 * parts)
     # A loop, as few steps come here: code that they jump over takes time to fetch. Scales per token leave it too few
@@ -67,7 +67,7 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     probabilities = ptx.descriptor(stored + group * tile.own_bytes, tile.query_pitch)
     high, low = (2.0**-10, 2.0**-16) if finer else (1.0, 2.0**-4)
     pieces = 2  # of 16 bytes, of one product's K
-    tokens = STEP if tile.alternate else STEP // WARPGROUPS
+    tokens = STEP if tile.alternate else STEP // tile.warpgroups
     own, per_product = tile.own_columns, tile.columns // 2
     chains = min(tile.chains, tile.dim // 64)
     for begin in cutlass.range_constexpr(0, tile.dim // 64, chains):

@@ -83,7 +83,7 @@ def _unpack_e4m3(word):
 def code_of(name, ptx=None, arch=None):
     """The functions of a file of device code of ``pa_decode``; instructions are attributes of ``ptx``.
 
-    ``arch`` is what ``cute.arch`` has besides.
+    ``arch`` is what ``cute.arch`` has besides, or instead.
     """
     cute, cutlass = ModuleType("cutlass.cute"), ModuleType("cutlass")
     cute.jit = cute.kernel = lambda function: function
@@ -97,8 +97,8 @@ def code_of(name, ptx=None, arch=None):
         thread_idx=lambda: (Int32(lanes._lane.thread), 0, 0),
         warp_idx=lambda: Int32(lanes._lane.thread // 32),
         make_warp_uniform=lambda warp: warp,
-        **(arch or {}),
     )
+    vars(cute.arch).update(arch or {})
     vars(cutlass).update(
         cute=cute,
         make_fake_stream=None,

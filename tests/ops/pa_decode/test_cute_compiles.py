@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvscout.kernels.cute import toolchain
-from kvscout.ops.pa_decode.cute_tile import LOAD_THREADS, MATH_THREADS, STEP, WIDEN_THREADS, Tile
+from kvscout.ops.pa_decode.cute_tile import LOAD_THREADS, REGISTERS, STEP, WIDEN_THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import CACHES, VARIANT
 
 pytestmark = [
@@ -48,8 +48,6 @@ for program in VARIANT.programs():
         found[program.name] = {"spills": made.spills, "warnings": made.warnings, "kernels": kernels}
 print(json.dumps(found))
 """
-
-REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,11 @@ def test_nothing_spills_and_matrix_instructions_are_not_serialised(programs):
         for kernel in made.kernels:
             assert kernel.stack == 0, made.tile.name
             assert kernel.places("LDL", "STL") == [], made.tile.name
-        assert made.decode.registers * made.tile.threads <= REGISTERS, made.tile.name
+        assert made.decode.registers * made.tile.threads * made.tile.blocks <= REGISTERS, made.tile.name
         if made.tile.moves_registers:
             # Warps that asked for more than there are would wait for ever.
             math, load = made.tile.registers
-            asked = MATH_THREADS * math + LOAD_THREADS * load
+            asked = made.tile.math_threads * math + LOAD_THREADS * load
             if made.tile.widens:
                 asked += WIDEN_THREADS * made.tile.widening_registers
             assert asked <= made.decode.registers * made.tile.threads, made.tile.name

@@ -170,6 +170,19 @@ def test_rows_are_cut_into_blocks(group, query_length, rows, blocks, call, launc
     assert launch.data.rows_first == (blocks > 1)
 
 
+def test_small_blocks_are_launched_like_others(call, launches):
+    made = call(group=16, kv_heads=1, query_length=2)
+    small = next(config for config in cute_wgmma._space(_launch_with(made, merge="kernel")) if config.warpgroups == 1)
+    other = launches.pop()
+    _launch_with(made, **vars(small))
+    (launch,) = launches
+    assert (launch.tile.warpgroups, launch.tile.threads, launch.tile.blocks) == (1, 256, 4)
+    # Two blocks of 16 rows.
+    assert launch.numbers[:2] == (2, launch.data.capacity)
+    assert launch.numbers[2:] == other.numbers[2:]
+    assert launch.data.arrivals == 0
+
+
 @pytest.mark.parametrize(("tile", "steps"), [(128, 1), (256, 2)])
 def test_a_tile_of_the_plan_is_whole_steps(tile, steps, call, launches):
     made = call()

@@ -29,7 +29,9 @@ def tiles():
     found = {}
     for program in cute_wgmma.VARIANT.programs():
         tile = program.spec
-        if tile.rows != 16 or tile.blocks != 1 or tile.cache == "fp16" or tile.cluster:
+        if tile.rows != 16 or tile.cache == "fp16" or tile.cluster:
+            continue
+        if tile.blocks != 1 and tile.warpgroups != 1:
             continue
         layouts = {"token_major": ("nhd", "hnd")}.get(tile.layout, (tile.layout,))
         pages = [tile.page] if tile.in_bulk else paging.PAGE_SIZES
@@ -92,7 +94,7 @@ class Loaded:
     def stages(self):
         """Stage, first token, and warpgroup of all that is multiplied."""
         for i in range(self.steps):
-            for group in [i % 2] if self.tile.alternate else (0, 1):
+            for group in [i % self.tile.warpgroups] if self.tile.alternate else (0, 1):
                 yield i, (FIRST_STEP + i) * STEP, group
 
     def products(self, function, *arguments):

@@ -23,6 +23,8 @@ TILES = [
     and not program.spec.cluster
 ]
 
+QUADS = [program.spec for program in VARIANT.programs() if program.spec.warpgroups == 1 and program.spec.page == 16]
+
 BY_ROWS = next(program.spec for program in VARIANT.programs() if program.spec.by_rows and program.spec.cache == "bf16")
 
 
@@ -73,6 +75,29 @@ class Outputs:
             )  # fmt: skip
 
         lanes.run(one, MATH_THREADS, 0, 1)
+
+    def merge_one_warpgroup(self, tile, partitions, outputs, sums, references, factor):
+        """Give every thread of a single one its elements of ``[rows, dim]``, its sums and its references.
+
+        ``sums`` are ``[rows, warp, eight]``, eight lanes of a warp having a part of a row's each.
+        """
+        merge = code_of("cute_outputs", self.memory.ptx).merge_warpgroups
+        work = SimpleNamespace(first_row=Int32(0), kv_head=HEAD, sequence=SEQUENCE, slot=SLOT)
+        own = tile.own_columns
+
+        def one(warp, lane):
+            rows = [column // 2 * 8 + lane % 4 * 2 + column % 2 for column in range(own)]
+            elements = [
+                64 * half + 16 * warp + 8 * second + lane // 4 for half in range(tile.dim // 64) for second in range(2)
+            ]
+            mine = [Float32(outputs[row, element]) for element in elements for row in rows]
+            merge(
+                tile, [Float32(references[row]) for row in rows], [Float32(sums[row, warp, lane // 4]) for row in rows],
+                mine, Float32(factor), partitions, Int32(0), warp, lane, Int32(warp * 32 + lane), Int32(0), self.data,
+                work,
+            )  # fmt: skip
+
+        lanes.run(one, tile.math_threads, 0, 1)
 
     def merge_rows(self, tile, partitions):
         """The same where query rows are the rows of products."""
@@ -125,6 +150,34 @@ def test_every_element_of_a_row_is_stored_in_its_place(tile):
     outputs = Outputs(tile, 1)
     outputs.merge_warpgroups(tile, 1)
     outputs.check(tile.dim)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize("tile", QUADS, ids=lambda tile: tile.name)
+def test_a_single_warpgroup_stores_what_it_has(tile, partitions):
+    generator = np.random.default_rng(tile.dim)
+    held = generator.normal(size=(tile.rows, tile.dim)).astype(np.float32)
+    sums = generator.uniform(0, 9, (tile.rows, 4, 8)).astype(np.float32)
+    references = generator.normal(size=tile.rows).astype(np.float32) * 50
+    outputs = Outputs(tile, partitions)
+    outputs.merge_one_warpgroup(tile, partitions, held, sums, references, 0.75)
+    totals = sums.astype(np.float64).sum((1, 2))[:GROUP]
+    wanted = held[:GROUP].astype(np.float64) * 0.75
+    if partitions > 1:
+        # Where a row's elements lie, only the merge knows: its second partial result is the same here.
+        assert np.isnan(outputs.partials).sum() == outputs.partials.size - GROUP * tile.dim
+        assert outputs.stats[HEAD, :, SLOT, 0] == pytest.approx(references[:GROUP])
+        assert outputs.stats[HEAD, :, SLOT, 1] == pytest.approx(totals, rel=1e-6)
+        for partial in (outputs.partials, outputs.stats):
+            partial[HEAD, :, SLOT + 1] = partial[HEAD, :, SLOT]
+        outputs.reduce(tile)
+    rows = slice(HEAD * GROUP, (HEAD + 1) * GROUP)
+    # float16 rounds to 2^-11.
+    assert outputs.output[SEQUENCE, rows] == pytest.approx(wanted / totals[:, None], rel=6e-4, abs=1e-7)
+    assert outputs.lse[SEQUENCE, rows] == pytest.approx(references[:GROUP] + np.log(totals * partitions), abs=1e-4)
+    assert np.isnan(outputs.output).sum() == outputs.output.size - GROUP * tile.dim
+    assert np.isnan(outputs.lse).sum() == outputs.lse.size - GROUP
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")

@@ -137,10 +137,28 @@ def test_the_last_block_may_merge_whatever_can_be_split():
     def merges(**words):
         return Counter(config.merge for config in VARIANT.configs(problem(**words)))
 
-    assert merges() == {"kernel": 4, "last": 3}
-    assert merges(max_partitions=2) == {"kernel": 4, "last": 3, "cluster": 1}
-    assert merges(max_partitions=1) == merges(merge_in_tile=False) == {"kernel": 4}
-    assert merges(num_heads=64, query_length=9) == {"kernel": 4, "last": 2}
+    assert merges() == {"kernel": 5, "last": 3}
+    assert merges(max_partitions=2) == {"kernel": 5, "last": 3, "cluster": 1}
+    assert merges(max_partitions=1) == merges(merge_in_tile=False) == {"kernel": 5}
+    assert merges(num_heads=64, query_length=9) == {"kernel": 5, "last": 2}
+
+
+def test_a_tuner_may_take_blocks_in_fours_for_chunked_e4m3_caches():
+    def quads(**words):
+        asked = problem(**words)
+        found = [config for config in VARIANT.configs(asked) if config.warpgroups == 1]
+        assert all((config.rows, config.merge) == (16, "kernel") for config in found)
+        tiles = [cute_wgmma._program(asked, config).spec for config in found]
+        return [(tile.warpgroups, tile.blocks, tile.stages, tile.value_stages) for tile in tiles]
+
+    for page in paging.PAGE_SIZES:
+        assert quads(page=page) == quads(page=page, query_length=4) == [(1, 4, 1, 1)]
+        assert quads(page=page, head_dim=64) == [(1, 4, 2, 4)]
+    for words in (
+        {"head_dim": 256}, {"cache_dtype": torch.bfloat16}, {"key_scale": TOKEN}, {"value_scale": TOKEN},
+        {"layout": "plain_v"}, {"layout": "nhd"},
+    ):  # fmt: skip
+        assert quads(**words) == []
 
 
 def test_every_config_of_a_call_or_a_tuner_is_among_the_programs():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvscout.ops.pa_decode.cute_tile import STEP, Tile
+from kvscout.ops.pa_decode.cute_tile import LOAD_THREADS, REGISTERS, STEP, WIDEN_THREADS, Tile
 from kvscout.ops.pa_decode.variants.cute_wgmma import ROWS, VARIANT
 from kvscout.ops.pa_decode.variants.torch_reference import visible
 from kvscout.ops.pa_plan.plan import TILES as PLAN_TILES
@@ -104,15 +104,20 @@ def test_shared_memory_holds_everything_apart_and_aligned(tile):
     assert all(place % 16 == 0 for place in places)
     assert places.size == places.constants + tile.threads // 8 <= (228 << 10) // tile.blocks - 1024
     assert places.constants >= places.empty_values + 8 * tile.value_stages
-    # What a warpgroup leaves to the other: half of its outputs.
-    assert places.finer in (places.own, places.own + 2 * tile.own_bytes)
-    assert places.mail == places.finer + 2 * tile.own_bytes
+    own = tile.warpgroups * tile.own_bytes
+    assert places.finer in (places.own, places.own + own)
+    assert places.mail == places.finer + own
     # Every element, reference and sum that a row of any block of a cluster comes to, and a barrier.
     rows = 16 * tile.cluster
     assert places.mail_stats == places.mail + rows * tile.dim * 4
     assert places.bounds == places.mail_stats + rows * 8
     assert places.constants == places.mail_barrier + 16 * tile.cluster
-    assert tile.own_bytes >= max(tile.rows // 2 * tile.dim * 4, tile.probability_bytes)
+    assert tile.own_bytes >= tile.probability_bytes
+    # What a warpgroup leaves to another: half of its outputs.
+    assert tile.own_bytes >= tile.rows // 2 * tile.dim * 4 or tile.warpgroups == 1
+    # Of each warp, and of each warpgroup, a number for each row.
+    assert places.sums - places.maxima == places.references - places.sums == tile.math_threads // 32 * tile.rows * 4
+    assert places.key_scales - places.references >= tile.warpgroups * tile.rows * 4
 
 
 def test_what_no_kernel_would_get_right_is_no_kernel():
@@ -124,6 +129,35 @@ def test_what_no_kernel_would_get_right_is_no_kernel():
             Tile(**{"cache": "e4m3", "page": 16, "rows": 16, "stages": 4, "cluster": True, **wrong})
     with pytest.raises(ValueError, match="more shared memory"):
         Tile("e4m3", 16, 16, 4, 2)
+    # A single warpgroup has nobody to share steps with, whatever the stages, and takes none that are cut in halves.
+    small = {"cache": "e4m3", "page": 16, "rows": 16, "stages": 1, "blocks": 2, "warpgroups": 1}
+    assert Tile(**small | {"stages": 3}).threads == 256
+    by_rows, cluster = {"rows": 64, "by_rows": True, "blocks": 1, "stages": 2}, {"cluster": True, "blocks": 1}
+    for wrong in ({"cache": "bf16"}, {"token_scales": True}, cluster, by_rows, {"warpgroups": 3}):
+        with pytest.raises(ValueError, match="no kernel"):
+            Tile(**small | wrong)
+    with pytest.raises(ValueError, match="more shared memory"):
+        Tile(**small | {"blocks": 4, "value_stages": 2})
     tile = Tile("bf16", 16, 16, 3)
     assert tile.name.isidentifier()
     assert tile.value_stages == 3
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_warps_ask_for_no_more_registers_than_all_begin_with(tile):
+    at_first = REGISTERS // (tile.blocks * tile.threads) // 8 * 8
+    math, load = tile.registers
+    asked = math * tile.math_threads + load * LOAD_THREADS + tile.widens * tile.widening_registers * WIDEN_THREADS
+    assert asked <= at_first * tile.threads
+    assert load < at_first < math <= 255
+    assert math % 8 == load % 8 == 0
+
+
+def test_blocks_of_a_single_warpgroup_are_found_room_for():
+    shapes = {(tile.blocks, tile.registers, tile.threads) for tile in TILES if tile.warpgroups == 1}
+    assert shapes == {(4, (104, 24), 256)}
+
+
+def test_names_tell_a_single_warpgroup_from_two():
+    small = Tile("e4m3", 16, 16, 2, 2, warpgroups=1)
+    assert small.name == Tile("e4m3", 16, 16, 2, 2).name + "_wg1"

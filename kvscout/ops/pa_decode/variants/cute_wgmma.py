@@ -72,13 +72,26 @@ turns, as they would on a GPU with fewer multiprocessors: the same result, 2 to 
 
 @dataclass(frozen=True)
 class Config:
-    """See :class:`~..cute_tile.Tile`; ``merge`` is who merges partial results."""
+    """See :class:`~..cute_tile.Tile`; ``merge`` is who merges partial results.
+
+    ``value_stages`` is 0 for as many as the keys of all blocks of a multiprocessor have.
+    """
 
     rows: int
     stages: int
     blocks: int = 1
     by_rows: bool = False
     merge: str = KERNEL
+    warpgroups: int = WARPGROUPS
+    value_stages: int = 0
+
+
+QUADS = {
+    64: Config(16, 2, blocks=4, warpgroups=1, value_stages=4),
+    128: Config(16, 1, blocks=4, warpgroups=1, value_stages=1),
+}
+"""By head dimension, blocks of a single multiplying warpgroup, four on a multiprocessor: of chunked e4m3 caches without
+scales per token. Their warps' instructions for each task, which are half as many, are what short tasks wait for."""
 
 
 def _refuses(problem: Problem) -> str | None:
@@ -110,7 +123,7 @@ def _rank(problem: Problem) -> int:
 
 
 def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales: bool) -> list[Config]:
-    """Every config: the fewest rows, alone on a multiprocessor and in pairs, then more rows."""
+    """Every config: the fewest rows, alone on a multiprocessor, in pairs and in fours, then more rows."""
     stages = RING_BYTES // (STEP * dim * cache.itemsize)
     most = max(ROWS[dim]) if layout == CHUNKED else MOST_ROWS_OF_PIECES
     if cache == fp8.FN and dim == 256:
@@ -123,7 +136,9 @@ def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales:
     turns_values = layout == TOKEN_MAJOR and cache == fp8.FN
     are_alone = few_registers or turns_values or stages // 2 < least_stages
     pairs = [] if are_alone else [Config(ROWS[dim][0], stages // 2, 2)]
-    return [alone[0], *pairs, *alone[1:]]
+    has_quads = cache == fp8.FN and layout == CHUNKED and not token_scales and dim in QUADS
+    quads = [QUADS[dim]] if has_quads else []
+    return [alone[0], *pairs, *quads, *alone[1:]]
 
 
 def _space(problem: Problem) -> list[Config]:
@@ -196,10 +211,10 @@ def _program(problem: Problem, config: Config) -> Program:
 
 def _named(cache: str, dim: int, layout: str, page: int, config: Config, token_scales: bool) -> Program:
     # A pair has room for more values than keys.
-    value_stages = config.stages * config.blocks
+    value_stages = config.value_stages or config.stages * config.blocks
     tile = Tile(
         cache, page, config.rows, config.stages, config.blocks, token_scales, config.by_rows, dim, layout, value_stages,
-        config.merge == CLUSTER,
+        config.merge == CLUSTER, config.warpgroups,
     )  # fmt: skip
     return Program(tile.name, "kvscout.ops.pa_decode.cute_launch:build", tile)
 
