@@ -184,17 +184,9 @@ def load(address: Any, kind: Any = Int32, count: int = 1, hint: str = "") -> Any
     return ptx(f"ld.global{hint}{vector}.{word} {registers}, [${count}];", (kind,) * count, [(Int64, address)])
 
 
-def load_pair_or(address: Any, valid: Any, default: Sequence[float], hint: str = "") -> Any:
-    """Two floats of global memory, read as a vector, or ``default`` where ``valid`` is 0."""
-    text = f"""{{
-        .reg .pred p;
-        setp.ne.u32 p, $3, 0;
-        mov.b32 $0, $4;
-        mov.b32 $1, $5;
-        @p ld.global{hint}.v2.f32 {{$0, $1}}, [$2];
-    }}"""
-    inputs = [(Int64, address), (Int32, valid), *[(Float32, value) for value in default]]
-    return ptx(text, (Float32, Float32), inputs)
+def load_or(address: Any, valid: Any, default: Sequence[float], hint: str = "") -> Any:
+    """As many floats of global memory as ``default`` has, read as a vector, or those where ``valid`` is 0."""
+    return _load_or(f"ld.global{hint}", (Int64, address), valid, default)
 
 
 def load_or_zero(address: Any, valid: Any, count: int, kind: Any = Float32, hint: str = "") -> Any:
@@ -248,13 +240,18 @@ def shared_store(address: Any, values: Sequence[Any], kind: Any = Int32) -> None
 
 
 def shared_load_or(address: Any, valid: Any, default: Sequence[float]) -> Any:
-    """As many floats of shared memory as ``default`` has, read as a vector, or those where ``valid`` is 0."""
+    """As :func:`load_or`, of shared memory."""
+    return _load_or("ld.shared", (Int32, address), valid, default)
+
+
+def _load_or(instruction: str, address: tuple[Any, Any], valid: Any, default: Sequence[float]) -> Any:
     count = len(default)
     registers = ",".join(f"${i}" for i in range(count))
     moves = " ".join(f"mov.b32 ${i}, ${count + 2 + i};" for i in range(count))
-    vector = f"@p ld.shared.v{count}.b32 {{{registers}}}, [${count}];"
-    text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {moves} {vector}}}"
-    return ptx(text, (Float32,) * count, [(Int32, address), (Int32, valid), *[(Float32, x) for x in default]])
+    vector, registers = ("", registers) if count == 1 else (f".v{count}", f"{{{registers}}}")
+    load = f"@p {instruction}{vector}.b32 {registers}, [${count}];"
+    text = f"{{.reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {moves} {load}}}"
+    return ptx(text, (Float32,) * count, [address, (Int32, valid), *[(Float32, x) for x in default]])
 
 
 def address_in_block(address: Any, rank: Any) -> Any:

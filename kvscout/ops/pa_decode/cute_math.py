@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from ...kernels.cute import ptx
 from .cute_outputs import merge_warpgroups
 from .cute_queries import load_queries, span_of
-from .cute_scores import first_token, hidden_score, mask, scale, score
+from .cute_scores import first_token, hidden_score, mask, scale_rows, score
 from .cute_softmax import (
     BELOW,
     GROUP_BARRIER,
@@ -25,7 +25,7 @@ from .cute_softmax import (
 )
 from .cute_tile import MATH_BARRIER, STEP, Tile
 from .cute_values import add_outputs, clear_values
-from .cute_work import partitions_of, value_factor
+from .cute_work import partitions_of, value_scale
 
 LEAST_SCALE = 2.0**-60
 """Values of a smaller scale are taken to have this one, and their probabilities so much less."""
@@ -40,12 +40,12 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         group = Int32(0)
     in_group = thread & 127
     # What is needed last is asked for first; with scales per token it would spill.
-    partitions, factor = Int32(0), data.value_factor
+    partitions, scale_of_values = Int32(0), Float32(1.0)
     if cutlass.const_expr(not tile.token_scales):
         _, partitions = partitions_of(data, work.sequence)
     load_queries(tile, thread, shared, data, work)
     if cutlass.const_expr(tile.is_e4m3 and not tile.token_scales):
-        factor = value_factor(data, work)
+        scale_of_values = value_scale(data, work)
     if cutlass.const_expr(tile.token_scales):
         _fill_absent_scales(tile, thread, shared, data)
     ptx.fence_async_shared()
@@ -119,7 +119,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
                 for place in cutlass.range_constexpr(2 * tile.halves * own):
                     scores[place] = scores[place] + value_logs[place // own]
             else:
-                scale(tile, scores, row_scales)
+                scale_rows(tile, scores, row_scales)
             find_tops(tile, scores, tops, group, warp, lane, shared)
             raise_references(tile, tops, references, sums, outputs)
             find_factors(tile, tops, references, factors)
@@ -165,10 +165,11 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         cute.arch.griddepcontrol_launch_dependents()
     if cutlass.const_expr(tile.token_scales):
         _, partitions = partitions_of(data, work.sequence)
-        factor = value_factor(data, work)
+        scale_of_values = value_scale(data, work)
     if cutlass.const_expr(tile.cluster):
         # All blocks' barriers are there.
         cute.arch.cluster_wait()
+    factor = data.value_factor * scale_of_values
     merge_warpgroups(
         tile, references, sums, outputs, factor, partitions, group, warp, lane, thread, shared, data, work
     )  # fmt: skip

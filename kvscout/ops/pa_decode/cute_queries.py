@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
 from .cute_tile import CORE, Tile
-from .cute_work import place_of, visible
+from .cute_work import key_scale, place_of, visible
 
 # A row of zeros needs some scale.
 LEAST_MAGNITUDE = 1e-30
@@ -41,25 +41,24 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
     parts = tile.rows // rows_at_once(tile)
     words = cute.make_rmem_tensor((4 * parts,), Int32)
     _load(tile, thread, words, data, work)
+    # Not earlier, as it would hold up the queries.
+    scale = Float32(1.0)
+    if cutlass.const_expr(tile.is_e4m3):
+        scale = key_scale(data, work)
     # While they are on their way.
     if thread < tile.rows:
         position, _ = place_of(data, work.first_row + thread)
         low, high = visible(data, work.context, cutlass.min(position, data.query_length - 1))
         ptx.shared_store(shared + places.bounds + thread * 8, [low, high])
-    scale = data.softmax_scale
+    units = [Float32(1.0)] * parts
     if cutlass.const_expr(tile.is_e4m3):
-        # Not earlier, as it would hold up the queries.
-        if data.key_scale != 0 and data.keys_by_token == 0:
-            scale = scale * ptx.load(data.key_scale + Int64(work.kv_head) * data.key_scale_head, Float32)
-    scales = [scale] * parts
-    if cutlass.const_expr(tile.is_e4m3):
-        scales = [scale * unit for unit in _store_split(tile, words, thread, shared, data)]
+        units = _store_split(tile, words, thread, shared, data)
     else:
         for part in cutlass.range_constexpr(parts):
             at = shared + places.queries + chunk * tile.query_pitch + row_of(tile, part, thread) * 16
             ptx.shared_store(at, [words[4 * part + i] for i in range(4)])
     for part in cutlass.range_constexpr(parts):
-        row_scale = scales[part]
+        row_scale = data.softmax_scale * scale * units[part]
         if cutlass.const_expr(not tile.token_scales):
             if ptx.magnitude(row_scale) < Float32(LEAST_SCALE):
                 row_scale = Float32(LEAST_SCALE)
@@ -108,19 +107,8 @@ def _store_split(tile: cutlass.Constexpr[Tile], words, thread, shared, data):
     A power of two brings a row's largest element into [128, 256).
     """
     parts = tile.rows // rows_at_once(tile)
-    # Beside scales per token, registers are few.
-    together = min(parts, 2) if tile.token_scales else parts
-    units: list[Any] = []
-    for first in cutlass.range_constexpr(0, parts, together):
-        units += _store_split_rows(tile, words, range(first, first + together), thread, shared, data)
-    return units
-
-
-@cute.jit
-def _store_split_rows(tile: cutlass.Constexpr[Tile], words, parts: cutlass.Constexpr[range], thread, shared, data):
-    """Those of some of the rows."""
     rows, largest = [], []
-    for part in cutlass.range_constexpr(parts.start, parts.stop):
+    for part in cutlass.range_constexpr(parts):
         x = []
         for i in cutlass.range_constexpr(4):
             word = words[4 * part + i]
@@ -139,12 +127,12 @@ def _store_split_rows(tile: cutlass.Constexpr[Tile], words, parts: cutlass.Const
     element = thread % threads_of_row(tile) * 8
     at = shared + tile.places.queries + (element >> 4) * tile.query_pitch + (element & 15)
     units = []
-    for part in cutlass.range_constexpr(parts.start, parts.stop):
-        exponent = (largest[part - parts.start].bitcast(Int32) >> 23) & 255
+    for part in cutlass.range_constexpr(parts):
+        exponent = (largest[part].bitcast(Int32) >> 23) & 255
         up = ((Int32(261) - exponent) << 23).bitcast(Float32)
         to = at + row_of(tile, part, thread) * 16
         for half in cutlass.range_constexpr(2):
-            high, low = ptx.split_queries([rows[part - parts.start][4 * half + i] * up for i in range(4)])
+            high, low = ptx.split_queries([rows[part][4 * half + i] * up for i in range(4)])
             ptx.shared_store(to + 4 * half, [high])
             ptx.shared_store(to + (4 * half + tile.rows // 8 * CORE), [low])
         units.append(((exponent - 7) << 23).bitcast(Float32))

@@ -260,7 +260,7 @@ def _load_stats(stats, k, count, hint: cutlass.Constexpr[str]):
     there = Int32(0)
     if k < count:
         there = Int32(1)
-    return ptx.load_pair_or(stats + Int64(k) * 8, there, (NOTHING, 0.0), hint)
+    return ptx.load_or(stats + Int64(k) * 8, there, (NOTHING, 0.0), hint)
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from .cute_scores import hidden_score
 from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING, below
 from .cute_tile import CORE, LOAD_THREADS, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
-from .cute_work import partitions_of, value_factor
+from .cute_work import partitions_of, value_scale
 
 GROUPS = STEP // 16
 """Groups of 16 tokens of a step."""
@@ -47,9 +47,9 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     # What is needed last is asked for first.
     _, partitions = partitions_of(data, work.sequence)
     load_queries(tile, thread, shared, data, work)
-    factor = data.value_factor
+    scale_of_values = Float32(1.0)
     if cutlass.const_expr(tile.is_e4m3):
-        factor = value_factor(data, work)
+        scale_of_values = value_scale(data, work)
     ptx.fence_async_shared()
     # With the warps that load values.
     ptx.sync(MATH_BARRIER, MATH_THREADS + LOAD_THREADS // 2)
@@ -127,6 +127,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
             scores.fill(0.0)
     # Not before the last tile has been read: blocks of the next kernel would take its bandwidth.
     cute.arch.griddepcontrol_launch_dependents()
+    factor = data.value_factor * scale_of_values
     _merge_warpgroups(
         tile, references, sums, outputs, factor, partitions, group, first_row, in_group, lane, shared, data, work
     )  # fmt: skip

@@ -54,7 +54,7 @@ def score(tile: cutlass.Constexpr[Tile], scores, row_scales, key_scales, stage, 
 
 
 @cute.jit
-def scale(tile: cutlass.Constexpr[Tile], scores, row_scales):
+def scale_rows(tile: cutlass.Constexpr[Tile], scores, row_scales):
     """Scale scores by row, and round them: a compiler would take the exact product where one is subtracted from."""
     own = tile.own_columns
     for place in cutlass.range_constexpr(2 * tile.halves * own):

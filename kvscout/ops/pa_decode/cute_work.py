@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...kernels.cute import ptx
-from ...kernels.cute.ptx import load
+from ...kernels.cute.ptx import load, load_or
 from .cute_tile import STEP, Tile
 
 STEP_BITS = STEP.bit_length() - 1
@@ -152,12 +152,27 @@ def partitions_of(data, sequence):
 
 
 @cute.jit
-def value_factor(data, work):
-    """What outputs are multiplied by, if values have no scale per token."""
-    factor = data.value_factor
-    if data.value_scale != 0 and data.values_by_token == 0:
-        factor = factor * load(data.value_scale + Int64(work.kv_head) * data.value_scale_head, Float32)
-    return factor
+def _head_scale(at, by_token, head_step, work):
+    """A scale of all keys or values, or of a head's: 1 where there is none, or one per token.
+
+    It has no branch of its own, so that nothing waits for it before it is used.
+    """
+    is_there = Int32(0)
+    if at != 0 and by_token == 0:
+        is_there = Int32(1)
+    return load_or(at + Int64(work.kv_head) * head_step, is_there, (1.0,))
+
+
+@cute.jit
+def key_scale(data, work):
+    """That of keys."""
+    return _head_scale(data.key_scale, data.keys_by_token, data.key_scale_head, work)
+
+
+@cute.jit
+def value_scale(data, work):
+    """That of values."""
+    return _head_scale(data.value_scale, data.values_by_token, data.value_scale_head, work)
 
 
 @cute.jit

@@ -207,6 +207,11 @@ class Memory:
         found = [kind(word) for word in self.read(address, 4 * count).view(_dtype(kind))]
         return found[0] if count == 1 else found
 
+    def _load_or(self, address, valid, default, hint=""):
+        if valid:
+            return self._load(address, Float32, len(default))
+        return Float32(default[0]) if len(default) == 1 else [Float32(x) for x in default]
+
     def _load_or_zero(self, address, valid, count, kind=Float32, hint=""):
         return self._load(address, kind, count) if valid else [kind(0)] * count
 
@@ -228,7 +233,7 @@ class Memory:
             descriptor=text_of["descriptor"],
             load=self._load,
             store=self._store,
-            load_pair_or=lambda address, valid, other, hint="": self._load(address, Float32, 2) if valid else other,
+            load_or=self._load_or,
             sync=_meet,
             thread_index=lambda: Int32(lanes._lane.thread),
             exchange=_exchange,

@@ -90,7 +90,7 @@ class Call:
 
             return checked
 
-        loads = {name: past_l1(name) for name in ("load", "load_pair_or", "load_or_zero")}
+        loads = {name: past_l1(name) for name in ("load", "load_or", "load_or_zero")}
         vars(code).update(sync=sync, store=store, count_up=count_up, **loads)
         return code
 

@@ -194,9 +194,10 @@ def _default_config(problem: Problem) -> Config:
         return _cluster_configs(configs)[0]
     fitting = [config for config in configs if config.rows >= problem.rows_per_head] or configs[-1:]
     # With at most one task a multiprocessor, deep rings took up to 13% less time; with more, pairs of blocks 7% to 26%,
-    # as one of them loads while the other one ends.
-    pairs = problem.capacity * problem.num_kv_heads > DEFAULT_NUM_SMS
-    config = next((config for config in fitting if pairs and config.blocks == 2), fitting[0])
+    # as one of them loads while the other one ends; with more than these have room for, fours of them 5% to 20%.
+    tasks = problem.capacity * problem.num_kv_heads
+    together = 4 if tasks > 2 * DEFAULT_NUM_SMS else 2 if tasks > DEFAULT_NUM_SMS else 1
+    config = max((config for config in fitting if config.blocks <= together), key=lambda config: config.blocks)
     # Where most sequences are not split, most blocks of a second kernel would be launched for nothing; but a block that
     # merges many partitions alone takes longer than many blocks that share them.
     few_splits = problem.capacity < 2 * problem.num_sequences and problem.max_partitions <= REDUCE_FEW
