@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_tile import LOAD_THREADS, MATH_BARRIER, MATH_THREADS, STEP, Tile
+from .cute_tile import STEP, Tile
 
 
 @cute.jit
@@ -69,10 +69,6 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
     block_id = Int32(0)
     if is_live and work.steps > 0:
         block_id = ptx.load(table + Int64(number) * 4)
-    if cutlass.const_expr(tile.by_rows):
-        # Many rows' queries would arrive beside them, which are waited for before the first values are.
-        if is_values != 0:
-            ptx.sync(MATH_BARRIER, MATH_THREADS + LOAD_THREADS // 2)
     stage = Int32(0)
     phase = Int32(1)
     i = Int32(0)
@@ -84,7 +80,7 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
             size = cutlass.max(live_pages, 0) * min(tile.page_bytes, tile.stage_bytes // 2)
             ptx.barrier_expect(full + 8 * stage, size)
         cute.arch.sync_warp()
-        if cutlass.const_expr(tile.stages > 1 and not tile.token_scales and not tile.by_rows):
+        if cutlass.const_expr(tile.stages > 1 and not tile.token_scales):
             # The first keys are waited for, and values would arrive beside them. It would hold up a longer task.
             if is_values != 0 and i == 0 and work.steps <= tile.stages:
                 ptx.barrier_wait(shared + places.full_keys, Int32(0))

@@ -18,7 +18,7 @@ from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
 from .cute_queries import load_queries, span_of
 from .cute_scores import hidden_score
 from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING, below
-from .cute_tile import CORE, LOAD_THREADS, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
+from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
 from .cute_work import partitions_of, value_scale
 
@@ -51,8 +51,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     if cutlass.const_expr(tile.is_e4m3):
         scale_of_values = value_scale(data, work)
     ptx.fence_async_shared()
-    # With the warps that load values.
-    ptx.sync(MATH_BARRIER, MATH_THREADS + LOAD_THREADS // 2)
+    ptx.sync(MATH_BARRIER, MATH_THREADS)
     first_row = warp * 16 + (lane >> 2)
     row_scales = [ptx.shared_load(shared + places.row_scales + (first_row + 8 * row) * 4, Float32) for row in range(2)]
     outputs = cute.make_rmem_tensor((ROWS_DIM // 2,), Float32)
