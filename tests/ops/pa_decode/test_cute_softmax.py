@@ -69,3 +69,81 @@ def test_no_probability_is_more_than_two_e4m3_numbers_hold(largest):
     top = below(largest, 8)
     assert top <= largest
     assert math.exp(float(largest) - float(top)) <= 448
+
+
+def meets_surprise(logits, top, row_scale=1.0, tile=TILE):
+    """Whether any thread of a warpgroup finds that ``top``, of a step before, does not serve these logits."""
+    code = code_of("cute_softmax", instructions())
+    own = tile.own_columns
+
+    def thread(warp, lane):
+        tokens = [32 * int(warp) + int(lane) // 4 + 8 * (i >> 1) + 16 * (i & 1) for i in range(2 * tile.halves)]
+        scores = [Float32(logits[token] / row_scale) for token in tokens for _ in range(own)]
+        probabilities, found = np.zeros(len(scores), np.float32), np.zeros(own, np.float32)
+        scales, tops = [Float32(row_scale)] * own, [Float32(top)] * own
+        is_surprise = code.expect_probabilities(tile, scores, scales, tops, probabilities, found, int(lane))
+        if not is_surprise and tile.is_e4m3:
+            assert (probabilities <= 448).all()
+            wanted = np.exp(np.float64(logits[np.repeat(tokens, own)]) - top)
+            np.testing.assert_allclose(probabilities, wanted, rtol=1e-4)
+            np.testing.assert_allclose(found, wanted.reshape(-1, own).sum(0), rtol=1e-4)
+        return is_surprise
+
+    return any(map(int, lanes.run(thread, 128, 0, 1)))
+
+
+def top_of(logits, tile=TILE):
+    """What later steps expect after one of these logits."""
+    code = code_of("cute_softmax", instructions())
+    tops = np.array([logits.max()] * tile.own_columns, np.float32)
+
+    def thread(warp, lane):
+        return code.expect_tops(tile, tops if lane == 0 and warp == 0 else tops.copy(), -code.expected_below(tile))
+
+    serves = {int(serve) for serve in lanes.run(thread, 128, 0, 1)}
+    assert len(serves) == 1
+    return logits.max() - math.log(2) * code.expected_below(tile), serves.pop()
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.25, 0.003])
+def test_tops_of_a_step_before_serve_an_ordinary_one(scale):
+    rng = np.random.default_rng(0)
+    top, serves = top_of(rng.normal(size=128))
+    assert serves == 1
+    for _ in range(4):
+        assert not meets_surprise(rng.normal(size=128), top, scale)
+
+
+@pytest.mark.parametrize(("token", "more"), [(0, 2.0), (127, 2.0), (64, 3.0)])
+def test_they_serve_what_is_somewhat_larger_or_smaller(token, more):
+    logits = np.random.default_rng(1).normal(size=128)
+    top, _ = top_of(logits)
+    larger = logits.copy()
+    larger[token] = logits.max() + more
+    assert not meets_surprise(larger, top)
+    assert not meets_surprise(logits - more, top)
+
+
+@pytest.mark.parametrize("token", [0, 37, 127])
+def test_what_e4m3_does_not_hold_is_a_surprise(token):
+    logits = np.random.default_rng(2).normal(size=128)
+    top, _ = top_of(logits)
+    logits[token] = top + math.log(449)
+    assert meets_surprise(logits, top)
+    logits[token] = np.inf
+    assert meets_surprise(logits, top)
+
+
+def test_a_step_far_below_is_a_surprise_and_one_that_is_not_seen_is_none():
+    logits = np.random.default_rng(3).normal(size=128)
+    top, _ = top_of(logits)
+    assert meets_surprise(logits - 12, top)
+    one_warp = logits.copy()
+    one_warp[32:64] -= 12
+    assert meets_surprise(one_warp, top)
+    assert not meets_surprise(np.full(128, -np.inf), top)
+
+
+@pytest.mark.parametrize("largest", [720.0, -1e9, 3e38, -np.inf])
+def test_large_logits_are_not_expected(largest):
+    assert top_of(np.full(128, largest))[1] == 0
