@@ -114,7 +114,7 @@ def code_of(name, ptx=None, arch=None):
         min=lambda one, other: Int32(min(one, other)),
         max=lambda one, other: Int32(max(one, other)),
     )
-    ptx = ptx or SimpleNamespace(load=None)
+    ptx = ptx or SimpleNamespace(load=None, load_or=None)
 
     def import_(module, globals_=None, locals_=None, names=(), level=0):
         if module.startswith("cutlass"):
@@ -238,6 +238,7 @@ class Memory:
             thread_index=lambda: Int32(lanes._lane.thread),
             exchange=_exchange,
             ballot=_ballot,
+            sync_any=lambda barrier, threads, flag: Int32(-any(lanes._lane.block.exchange(lanes._lane.thread, flag))),
             unpack_e4m3=_unpack_e4m3,
             magnitude=abs,
             maximum=max,

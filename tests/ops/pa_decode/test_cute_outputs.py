@@ -195,6 +195,42 @@ def test_rows_of_products_become_the_same_outputs(count):
     outputs.check(BY_ROWS.dim)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
+@pytest.mark.parametrize(
+    ("count", "is_late", "wanted"),
+    [(1, True, ["launch", "wait"]), (2, True, ["wait", "merge", "launch"]), (2, False, ["launch", "wait", "merge"])],
+)
+def test_a_merge_lets_the_next_kernel_begin(count, is_late, wanted):
+    tile = QUADS[0]
+    outputs, events = Outputs(tile, count), []
+    outputs.partials[:], outputs.stats[:] = 0, 1
+    ptx = outputs.memory.ptx
+    store = ptx.store
+
+    def note(event):
+        if lanes._lane.thread == 0 and event not in events:
+            events.append(event)
+
+    def note_store(*arguments, **words):
+        note("merge")
+        store(*arguments, **words)
+
+    ptx.store = note_store
+    arch = {
+        "griddepcontrol_wait": lambda: note("wait"),
+        "griddepcontrol_launch_dependents": lambda: note("launch"),
+    }
+    reduce = code_of("cute_reduce", ptx, arch).reduce_sequences
+
+    def one(warp, lane):
+        reduce(
+            tile, Int32(warp * 32 + lane), Int32(0), Int32(0), Int32(1), Int32(0), 1, HEAD, outputs.data, is_late,
+        )  # fmt: skip
+
+    lanes.run(one, REDUCE_THREADS, 0, 1)
+    assert events == wanted
+
+
 # A partial result that is not there counts from the least float on.
 @pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
 @pytest.mark.parametrize(("dim", "count"), [(64, 2), (128, 2), (256, 2), (64, REDUCE_FEW + 1), (256, REDUCE_FEW + 1)])

@@ -11,7 +11,7 @@ from kvscout import UnsupportedProblem, paging
 from kvscout.kernels.cute import runtime
 from kvscout.ops.pa_decode.api import FAMILY, TOKEN, Problem
 from kvscout.ops.pa_decode.variants import cute_wgmma
-from kvscout.ops.pa_decode.variants.cute_wgmma import VARIANT, Config
+from kvscout.ops.pa_decode.variants.cute_wgmma import QUADS, VARIANT, Config
 
 NAME = "cute_wgmma"
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -98,6 +98,15 @@ def every_kernel(monkeypatch):
             Config(64, 4, by_rows=True, merge="last"),
         ),
         ({"capacity": 4, "num_heads": 64, "query_length": 33, "max_partitions": 8}, Config(64, 4, by_rows=True)),
+        # Fours of blocks, where pairs have no room for all tasks at once; not with scales per token, for which they
+        # have too few registers.
+        ({"num_sequences": 264, "capacity": 264}, Config(16, 2, 2)),
+        ({"num_sequences": 265, "capacity": 265}, QUADS[128]),
+        ({"num_sequences": 133, "capacity": 133, "num_heads": 32, "num_kv_heads": 2}, QUADS[128]),
+        ({"num_sequences": 265, "capacity": 265, "head_dim": 64}, QUADS[64]),
+        ({"num_sequences": 265, "capacity": 265, "page": 64, "key_scale": TOKEN}, Config(16, 2, 2)),
+        ({"num_sequences": 265, "capacity": 265, "cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
+        ({"num_sequences": 265, "capacity": 265, "query_length": 2}, Config(32, 4)),
         ({"max_partitions": 3, "capacity": 12}, Config(16, 4, merge="cluster")),
         ({"max_partitions": 8, "num_sequences": 15, "capacity": 120}, Config(16, 4, merge="cluster")),
         ({"max_partitions": 8, "num_sequences": 16, "capacity": 128}, Config(16, 4)),
