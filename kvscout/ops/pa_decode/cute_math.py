@@ -74,6 +74,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     i = group if cutlass.const_expr(tile.alternate) else Int32(0)
     stage, phase = i, Int32(0)
     value_stage, value_phase = stage, phase
+    # Where the step before had its values; before the first step, a phase that is taken to have ended.
+    stage_before, phase_before = value_stage, Int32(1)
     while i < work.steps:
         ptx.barrier_wait(full_keys + 8 * stage, phase)
         if cutlass.const_expr(tile.blocks == 1):
@@ -102,6 +104,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
                 find_largest(tile, scores, row_scales, tops, group, warp, lane, shared)
                 serve = expect_tops(tile, tops, -expected_below(tile))
             is_surprise = expect_probabilities(tile, scores, row_scales, tops, probabilities, found, lane) | (1 - serve)
+            # All warps have multiplied the probabilities of the step before, in whose place these go.
+            ptx.barrier_wait(empty_values + 8 * stage_before, phase_before)
             store_probabilities(tile, probabilities, value_signs, False, group, warp, lane, shared)
             if are_new != 0:
                 raise_references(tile, tops, references, sums, outputs)
@@ -150,6 +154,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             if are_served == 0:
                 serve = expect_tops(tile, tops, BELOW - expected_below(tile))
                 find_factors(tile, tops, references, factors)
+        stage_before, phase_before = value_stage, value_phase
         i = i + step
         stage = stage + step
         if stage >= tile.stages:

@@ -1,10 +1,13 @@
-"""Softmax: each step has a reference of its own, so that its probabilities lie where few bits tell them apart.
+"""Softmax, relative to tops that put a step's probabilities where few bits tell them apart.
 
 A probability is ``exp(score - top)``, and ``top`` is so much below the step's largest score of the row that none is
-above 2^8, which e4m3 holds. Values that have a scale each are multiplied by it in the probabilities, so the logarithm
-of the scale is part of the score, and the sums take it out again. Sums and outputs are relative to the row's
-``reference``, the ``top`` of its first step, which is raised if floats would overflow. Differences are taken before
-they are scaled to base 2: large logits do not overflow.
+above 2^8, which e4m3 holds. The largest scores take an exchange between all of a warpgroup's threads. So a step first
+expects the top of one before, which is lower, to leave room; only if what probabilities add up to shows that these are
+too large, or so small that e4m3 loses bits, does it find a top of its own. Values that have a scale each are multiplied
+by it in the probabilities, so the logarithm of the scale is part of the score, and the sums take it out again: there,
+each step has its own top. Sums and outputs are relative to the row's ``reference``, the ``top`` of its first step,
+which is raised if floats would overflow. Differences are taken before they are scaled to base 2, unless both are small:
+large logits do not overflow.
 """
 
 import functools
