@@ -5,6 +5,7 @@ makes two e4m3 numbers of one is numpy's and torch's here.
 """
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,15 +84,26 @@ class Block(Memory):
         named: the others, by number.
         asked: the named barriers to which some thread has brought something.
         has_finer: whether some step needed finer terms of probabilities.
+        added: how many products of values each warp has ended.
+        lag: seconds that the last warp of each warpgroup takes longer for these than the others.
     """
 
-    def __init__(self, size, arrays):
-        super().__init__(size, arrays)
+    def __init__(self, tile, arrays):
+        super().__init__(tile.places.size, arrays)
+        self.tile, self.added, self.lag = tile, [0] * (tile.threads // 32), 0
         self.barriers, self.named, self.asked, self.has_finer = {}, {}, set(), False
         self.lock = threading.Lock()
 
     def _init(self, barrier, count):
         self.barriers[int(barrier)] = Barrier(count)
+
+    def _shared_store(self, address, values, kind=Int32):
+        warp = lanes._lane.thread // 32
+        own = self.tile.places.own + warp // 4 * self.tile.own_bytes
+        if own <= address < own + self.tile.probability_bytes:
+            # No warp of the warpgroup still multiplies what lay there.
+            assert len(set(self.added[warp // 4 * 4 : warp // 4 * 4 + 4])) == 1
+        super()._shared_store(address, values, kind)
 
     def _bulk(self, shared, source, size, barrier):
         assert shared % 16 == source % 16 == size % 16 == 0
@@ -124,6 +136,10 @@ class Block(Memory):
         self.has_finer |= len(words) > count
         return words[-count:]
 
+    def _place(self, word):
+        """Where an operand begins."""
+        return (int(word) & 0x3FFF) << 4
+
     def _multiply(self, kind, columns, a, b, strides, chains, turned=False, swizzled=False):
         assert "e4m3" in kind and not turned and not swizzled
         thread = lanes._lane.thread
@@ -133,7 +149,7 @@ class Block(Memory):
             word = int(word) + (offset >> 4)
             parts = [
                 _operand(
-                    self.shared, ((word & 0x3FFF) << 4) + part * stride * 8, (word >> 16 & 0x3FFF) << 4, stride, False,
+                    self.shared, self._place(word) + part * stride * 8, (word >> 16 & 0x3FFF) << 4, stride, False,
                     0,
                 )
                 for part in range(-(-count // 64))
@@ -147,6 +163,11 @@ class Block(Memory):
                 sums += operand(a, from_a, strides[0], 64)[rows] @ operand(b, from_b, strides[1], columns).T
             found += [Float32(sums[(k >> 1) & 1, (k >> 2) * 8 + thread % 4 * 2 + (k & 1)]) for k in range(columns // 2)]
         # No thread of a warp goes on before all have read.
+        lanes._warp(None)
+        if thread % 32 == 0 and self._place(a) >= self.tile.places.values:
+            if thread // 32 % 4 == 3:
+                time.sleep(self.lag)
+            self.added[thread // 32] += 1
         lanes._warp(None)
         return found
 
@@ -199,13 +220,14 @@ class Call:
         reduce_info = np.array([[0, 1], [SLOT, 1], [1, 1]], np.int32)
         uint8 = [cache.view(torch.uint8).numpy() for cache in caches]
         self.block = Block(
-            tile.places.size, [*uint8, order, self.queries, self.output, self.lse, work_info, reduce_info]
+            tile, [*uint8, order, self.queries, self.output, self.lse, work_info, reduce_info]
         )  # fmt: skip
         at = self.block.address
         names = ("key_block", "key_head", "key_token", "key_chunk", "value_block", "value_head", "value_pitch")
         self.data = SimpleNamespace(
             keys=at(0), values=at(1), tables=at(2), query=at(3), output=at(4), lse=at(5), work_info=at(6),
-            reduce_info=at(7), key_scale=0, value_scale=0, sinks=0, partial_out=0, partial_stats=0, arrivals=0,
+            reduce_info=at(7), key_scale=0, key_scale_head=0, value_scale=0, value_scale_head=0, sinks=0, partial_out=0,
+            partial_stats=0, arrivals=0,
             table_row=0, query_row=GROUP * HEADS * dim * 2, query_head=dim * 2, output_row=GROUP * HEADS * dim * 2,
             output_head=dim * 2, lse_row=GROUP * HEADS * 4, num_sequences=SEQUENCES, capacity=4,
             query_length=Int32(1), group=Int32(GROUP), per_group=np.float32(1 / GROUP), task_steps=Int32(1),
@@ -215,16 +237,22 @@ class Call:
             **dict(zip(names, map(Int64, cute_wgmma._cache_strides(kv)), strict=True)),
         )  # fmt: skip
 
-    def _store_split(self, tile, words, in_block, chunk, shared, data):
+    def _store_split(self, tile, words, thread, shared, data):
         """As the device does with numbers that need no other scale than 8."""
-        numbers = np.array([int(word) for word in words], np.int32).view(np.float16) * np.float16(8)
-        high = as_e4m3(numbers)
-        low = as_e4m3(numbers - E4M3[high])
-        to = shared + tile.places.queries + chunk // 2 * tile.query_pitch + in_block * 16 + chunk % 2 * 8
-        for part, found in enumerate((high, low)):
-            at = to + part * (tile.rows * 16)
-            self.block.shared[at : at + 8] = found
-        return Float32(1 / 8)
+        chunk, row = thread % (tile.dim // 8), thread // (tile.dim // 8)
+        at_once = min(tile.rows, tile.math_threads // (tile.dim // 8))
+        units = []
+        for first in range(0, tile.rows, at_once):
+            mine = [int(words[first // at_once * 4 + i]) for i in range(4)]
+            numbers = np.array(mine, np.int32).view(np.float16) * np.float16(8)
+            high = as_e4m3(numbers)
+            low = as_e4m3(numbers - E4M3[high])
+            to = shared + tile.places.queries + chunk // 2 * tile.query_pitch + chunk % 2 * 8
+            for part, found in enumerate((high, low)):
+                at = to + (first + row % at_once) * 16 + part * (tile.rows * 16)
+                self.block.shared[at : at + 8] = found
+            units.append(Float32(1 / 8))
+        return units
 
     def run(self):
         nothing = dict.fromkeys(("setmaxregister_increase", "setmaxregister_decrease"), lambda count: None)
@@ -272,3 +300,12 @@ def test_a_block_attends_to_its_task_s_tokens(tile, lowest, context, spread):
     call.check(2e-3)
     # Few tokens outweigh all others where logits are far apart.
     assert call.block.has_finer == (spread > 2)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.dim == 128], ids=lambda tile: tile.name)
+def test_probabilities_wait_for_a_warp_that_lags(tile):
+    call = Call(tile, 0, 800, 1.0)
+    call.block.lag = 0.8
+    call.run()
+    call.check(2e-3)
