@@ -30,8 +30,8 @@ def clear_values(tile: cutlass.Constexpr[Tile], stage, first_token, group, threa
     spacing = tile.tokens_of_piece * (1 if tile.alternate else tile.warpgroups)
     parts = max(1, tile.dim // 128)
     pieces = STEP * tile.dim // (spacing * 128 * parts)
-    # A loop, as few steps come here: code that they jump over takes time to fetch. 64 rows with scales per token leave it
-    # too few registers.
+    # A loop, as few steps come here: code that they jump over takes time to fetch. 64 rows with scales per token leave
+    # it too few registers.
     for _ in cutlass.range(pieces, unroll=pieces if tile.token_scales and tile.rows > 32 else 1):
         kept = limit
         if limit - seen >= tile.tokens_of_piece:
