@@ -13,7 +13,7 @@ from .cute_work import key_scale, place_of, visible
 # A row of zeros needs some scale.
 LEAST_MAGNITUDE = 1e-30
 
-# What multiplies scores is not 0, as some are -inf.
+# What multiplies scores is not 0, as some are infinite; it has one sign for all rows.
 LEAST_SCALE = 2.0**-125
 
 
@@ -61,7 +61,7 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
         row_scale = data.softmax_scale * scale * units[part]
         if cutlass.const_expr(not tile.token_scales):
             if ptx.magnitude(row_scale) < Float32(LEAST_SCALE):
-                row_scale = Float32(LEAST_SCALE)
+                row_scale = ptx.sign(row_scale) * Float32(LEAST_SCALE)
         if chunk == 0:
             ptx.shared_store(shared + places.row_scales + row_of(tile, part, thread) * 4, [row_scale], Float32)
 

@@ -148,7 +148,7 @@ def expect_tops(tile: cutlass.Constexpr[Tile], tops, raised_by: cutlass.Constexp
 
 @cute.jit
 def expect_probabilities(
-    tile: cutlass.Constexpr[Tile], scores, row_scales, tops, probabilities, found, lane
+    tile: cutlass.Constexpr[Tile], scores, row_scales, tops, probabilities, found, least, lane
 ):  # fmt: skip
     """``probabilities`` of scores by tops of a step before, ``found`` to add up to so much; whether they don't serve.
 
@@ -168,13 +168,16 @@ def expect_probabilities(
     if functools.reduce(ptx.maximum, [found[column] for column in range(own)]) <= Float32(most):
         is_surprise = Int32(0)
     if cutlass.const_expr(tile.is_e4m3):
-        is_surprise = is_surprise | are_few([found[column] for column in range(own)], EXPECTED_LOW, lane)
+        is_surprise = is_surprise | are_few([found[column] for column in range(own)], EXPECTED_LOW, least, lane)
     return is_surprise
 
 
 @cute.jit
-def are_few(weights, low: cutlass.Constexpr[float], lane):
-    """Whether up to four tokens outweigh all others of a warp in some row: those of most lanes weigh less than low."""
+def are_few(weights, low: cutlass.Constexpr[float], least, lane):
+    """Whether few tokens outweigh a warp's others in some row: those of at least so many lanes weigh less than ``low``.
+
+    A row's tokens are eight lanes'. Where a row may see fewer, one lane is enough; of a whole step four are asked for.
+    """
     is_low = Int32(0)
     for weight in weights:
         # Nothing at all is what tokens give that a row does not see.
@@ -182,7 +185,7 @@ def are_few(weights, low: cutlass.Constexpr[float], lane):
             is_low = Int32(1)
     lanes_of_columns = Int32(0x11111111) << (lane & 3)
     are_few = Int32(0)
-    if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= 4:
+    if ptx.count_bits(ptx.ballot(is_low) & lanes_of_columns) >= least:
         are_few = Int32(1)
     return are_few
 
@@ -196,7 +199,7 @@ def find_factors(tile: cutlass.Constexpr[Tile], tops, references, factors):
 
 @cute.jit
 def add_probabilities(
-    tile: cutlass.Constexpr[Tile], scores, per_value_scale, tops, factors, sums, lane
+    tile: cutlass.Constexpr[Tile], scores, per_value_scale, tops, factors, sums, least, lane
 ):  # fmt: skip
     """Turn scores into probabilities, and add them up; whether e4m3 needs finer terms of them.
 
@@ -220,7 +223,7 @@ def add_probabilities(
         sums[column] = ptx.multiply_add(found[column], factors[column], sums[column])
     needs_finer = Int32(0)
     if cutlass.const_expr(tile.is_e4m3):
-        needs_finer = are_few(weights if cutlass.const_expr(tile.token_scales) else found, LOW, lane)
+        needs_finer = are_few(weights if cutlass.const_expr(tile.token_scales) else found, LOW, least, lane)
     return needs_finer
 
 

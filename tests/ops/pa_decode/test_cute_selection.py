@@ -107,6 +107,8 @@ def every_kernel(monkeypatch):
         ({"num_sequences": 265, "capacity": 265, "page": 64, "key_scale": TOKEN}, Config(16, 2, 2)),
         ({"num_sequences": 265, "capacity": 265, "cache_dtype": torch.bfloat16}, Config(16, 1, 2)),
         ({"num_sequences": 265, "capacity": 265, "query_length": 2}, Config(32, 4)),
+        # Neither where bits must not depend on how many tasks there are.
+        ({"num_sequences": 265, "capacity": 265, "batch_invariant": True}, Config(16, 2, 2)),
         ({"max_partitions": 3, "capacity": 12}, Config(16, 4, merge="cluster")),
         ({"max_partitions": 8, "num_sequences": 15, "capacity": 120}, Config(16, 4, merge="cluster")),
         ({"max_partitions": 8, "num_sequences": 16, "capacity": 128}, Config(16, 4)),

@@ -24,7 +24,7 @@ def instructions():
     return ptx
 
 
-def asks_for_finer(logits):
+def asks_for_finer(logits, least=4):
     """Whether any thread of a warpgroup does, for a step of these logits in every row."""
     code = code_of("cute_softmax", instructions())
     top = Float32(logits.max() - math.log(ROOM))
@@ -34,7 +34,7 @@ def asks_for_finer(logits):
         tokens = [32 * int(warp) + int(lane) // 4 + 8 * (i >> 1) + 16 * (i & 1) for i in range(4)]
         scores = [Float32(logits[token]) for token in tokens for _ in range(own)]
         ones = [Float32(1)] * own
-        return code.add_probabilities(TILE, scores, None, [top] * own, ones, [Float32(0)] * own, int(lane))
+        return code.add_probabilities(TILE, scores, None, [top] * own, ones, [Float32(0)] * own, least, int(lane))
 
     return any(map(int, lanes.run(thread, 128, 0, 1)))
 
@@ -71,7 +71,7 @@ def test_no_probability_is_more_than_two_e4m3_numbers_hold(largest):
     assert math.exp(float(largest) - float(top)) <= 448
 
 
-def meets_surprise(logits, top, row_scale=1.0, tile=TILE):
+def meets_surprise(logits, top, row_scale=1.0, tile=TILE, least=4):
     """Whether any thread of a warpgroup finds that ``top``, of a step before, does not serve these logits."""
     code = code_of("cute_softmax", instructions())
     own = tile.own_columns
@@ -81,7 +81,7 @@ def meets_surprise(logits, top, row_scale=1.0, tile=TILE):
         scores = [Float32(logits[token] / row_scale) for token in tokens for _ in range(own)]
         probabilities, found = np.zeros(len(scores), np.float32), np.zeros(own, np.float32)
         scales, tops = [Float32(row_scale)] * own, [Float32(top)] * own
-        is_surprise = code.expect_probabilities(tile, scores, scales, tops, probabilities, found, int(lane))
+        is_surprise = code.expect_probabilities(tile, scores, scales, tops, probabilities, found, least, int(lane))
         if not is_surprise and tile.is_e4m3:
             assert (probabilities <= 448).all()
             wanted = np.exp(np.float64(logits[np.repeat(tokens, own)]) - top)
@@ -147,3 +147,18 @@ def test_a_step_far_below_is_a_surprise_and_one_that_is_not_seen_is_none():
 @pytest.mark.parametrize("largest", [720.0, -1e9, 3e38, -np.inf])
 def test_large_logits_are_not_expected(largest):
     assert top_of(np.full(128, largest))[1] == 0
+
+
+@pytest.mark.parametrize("visible", [1, 2, 3, 4, 5])
+def test_few_visible_tokens_far_below_are_a_surprise(visible):
+    top, _ = top_of(np.random.default_rng(4).normal(size=128))
+    logits = np.full(128, -np.inf)
+    logits[:visible] = -9.0
+    assert meets_surprise(logits, top, least=1)
+    logits[:visible] = 0.0
+    assert not meets_surprise(logits, top, least=1)
+
+
+@pytest.mark.parametrize("visible", [2, 3, 4, 5])
+def test_few_visible_tokens_beside_a_sink_get_finer_terms(visible):
+    assert asks_for_finer(step((0,), 14, visible), least=1)
