@@ -89,10 +89,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         if lane == 0:
             ptx.barrier_arrive(empty_keys + 8 * stage)
         token = (work.first_step + i) * STEP
-        # Lanes whose tokens must weigh little for a row to need more care.
-        least = Int32(4)
         if token < work.all_low or token + STEP > work.all_high:
-            least = Int32(1)
             hidden = -Float32.inf
             if cutlass.const_expr(not tile.token_scales):
                 hidden = hidden_score(row_scales[0])
@@ -106,7 +103,9 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             if are_new != 0:
                 find_largest(tile, scores, row_scales, tops, group, warp, lane, shared)
                 serve = expect_tops(tile, tops, -expected_below(tile))
-            is_surprise = expect_probabilities(tile, scores, row_scales, tops, probabilities, found, least, lane)
+            is_surprise = expect_probabilities(
+                tile, scores, row_scales, tops, probabilities, found, _least(token, work), lane
+            )
             is_surprise = is_surprise | (1 - serve)
             # All warps have multiplied the probabilities of the step before, in whose place these go.
             ptx.barrier_wait(empty_values + 8 * stage_before, phase_before)
@@ -131,7 +130,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             find_tops(tile, scores, tops, group, warp, lane, shared)
             raise_references(tile, tops, references, sums, outputs)
             find_factors(tile, tops, references, factors)
-            few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, least, lane)
+            few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, _least(token, work), lane)
             store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
             if cutlass.const_expr(tile.token_scales):
                 _wait_for_values(
@@ -193,6 +192,15 @@ def _wait_for_values(tile: cutlass.Constexpr[Tile], barrier, phase, stage, token
             lowest, highest = span_of(tile, shared)
             if token < lowest or token + STEP > highest:
                 clear_values(tile, stage, token, group, thread, lowest, highest, shared)
+
+
+@cute.jit
+def _least(token, work):
+    """Of how many lanes tokens must weigh little for a row to need more care: four, or one where some see no token."""
+    least = Int32(4)
+    if token < work.all_low or token + STEP > work.all_high:
+        least = Int32(1)
+    return least
 
 
 @cute.jit

@@ -241,6 +241,7 @@ class Memory:
             sync_any=lambda barrier, threads, flag: Int32(-any(lanes._lane.block.exchange(lanes._lane.thread, flag))),
             unpack_e4m3=_unpack_e4m3,
             magnitude=abs,
+            sign=lambda x: Float32(np.copysign(1, x)),
             maximum=max,
             exp2=np.exp2,
             log2=np.log2,
