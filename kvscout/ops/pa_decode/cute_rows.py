@@ -17,7 +17,7 @@ from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
 from .cute_queries import load_queries, span_of
 from .cute_scores import hidden_score
-from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING, below
+from .cute_softmax import GROUP_BARRIER, LOG2E, MOST_16_BIT, NOTHING, below
 from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
 from .cute_work import partitions_of, value_scale
@@ -31,9 +31,7 @@ TURN_BARRIER = 4
 LARGE = 1024.0
 """A logit to base 2 above which a float has too few bits for its fraction."""
 BELOW = 9
-"""Powers of two by which the top is below the largest score: sums stay below ``MOST`` if all scores are as large."""
-MOST = 60000.0
-"""What the probabilities of a thread's tokens may add up to: float16 holds no more."""
+"""Powers of two by which the top is below the largest score: sums stay below ``MOST_16_BIT`` if all are as large."""
 CHAINS = 4
 """Chains in which they are added up, so that none waits long for itself."""
 
@@ -208,7 +206,7 @@ def _find_probabilities(
     _add_up(tile, scores, scales, powers, found, operands)
     largest = ptx.maximum(ptx.magnitude(powers[0]), ptx.magnitude(powers[1]))
     are_right = Int32(0)
-    if largest <= Float32(LARGE) and found[0] <= Float32(MOST) and found[1] <= Float32(MOST):
+    if largest <= Float32(LARGE) and found[0] <= Float32(MOST_16_BIT) and found[1] <= Float32(MOST_16_BIT):
         are_right = Int32(1)
     if ptx.ballot(are_right) != Int32(-1):
         for half in cutlass.range_constexpr(2):

@@ -1,6 +1,7 @@
 """Which steps need finer probabilities, and what they are relative to: device code of ``cute_wgmma``, run as Python."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,3 +163,10 @@ def test_few_visible_tokens_far_below_are_a_surprise(visible):
 @pytest.mark.parametrize("visible", [2, 3, 4, 5])
 def test_few_visible_tokens_beside_a_sink_get_finer_terms(visible):
     assert asks_for_finer(step((0,), 14, visible), least=1)
+
+
+@pytest.mark.parametrize(("token", "least"), [(0, 1), (128, 4), (256, 4), (384, 1), (512, 1)])
+def test_one_lane_is_enough_where_some_row_does_not_see_a_whole_step(token, least):
+    code = code_of("cute_math", instructions())
+    work = SimpleNamespace(all_low=1, all_high=387)
+    assert code._least(TILE, token, work) == least
