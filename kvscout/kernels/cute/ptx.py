@@ -314,6 +314,16 @@ def multiply_add(x: Any, y: Any, z: Any) -> Any:
     return ptx("fma.rn.f32 $0, $1, $2, $3;", (Float32,), [(Float32, x), (Float32, y), (Float32, z)], False)
 
 
+def bits_of(x: Any) -> Any:
+    """The bits of a float."""
+    return ptx("mov.b32 $0, $1;", (Int32,), [(Float32, x)], False)
+
+
+def float_of(bits: Any) -> Any:
+    """The float of these bits."""
+    return ptx("mov.b32 $0, $1;", (Float32,), [(Int32, bits)], False)
+
+
 def permute_bytes(x: Any, y: Any, selector: Any) -> Any:
     """Four of the eight bytes of two words."""
     return ptx("prmt.b32 $0, $1, $2, $3;", (Int32,), [(Int32, x), (Int32, y), (Int32, selector)], False)
@@ -465,10 +475,10 @@ def multiply_wait() -> None:
     ptx(WAIT)
 
 
-# Sums of two e4m3 numbers.
+# Sums of e4m3 numbers.
 
 
-def split_probabilities(values: Sequence[Any], shifts: Sequence[int], count: int) -> Any:
+def split(values: Sequence[Any], shifts: Sequence[int], count: int) -> Any:
     """Four floats up to 256 as words of e4m3: the last ``count`` terms of ``a + 2^-s0 (b + 2^-s1 (c + ...))``.
 
     The subtractions are in float16, where they are exact once the value is rounded to float16.
@@ -487,31 +497,3 @@ def split_probabilities(values: Sequence[Any], shifts: Sequence[int], count: int
                     power = 15 + shifts[term] << 10
                     lines.append(f"mov.b32 up, {power << 16 | power}; mul.rn.f16x2 v{i}, v{i}, up;")
     return ptx("\n".join([*lines, "}"]), (Int32,) * count, [(Float32, value) for value in values], False)
-
-
-def split_queries(values: Sequence[Any]) -> Any:
-    """Four floats up to 448 as words of e4m3: ``high + low``, subtracted in float32."""
-    text = """{
-        .reg .b16 h, g, s0, s1, s2, s3;
-        .reg .b32 u, v;
-        .reg .f32 f0, f1, f2, f3;
-        cvt.rn.satfinite.e4m3x2.f32 h, $3, $2;
-        cvt.rn.satfinite.e4m3x2.f32 g, $5, $4;
-        mov.b32 $0, {h, g};
-        cvt.rn.f16x2.e4m3x2 u, h;
-        cvt.rn.f16x2.e4m3x2 v, g;
-        mov.b32 {s0, s1}, u;
-        mov.b32 {s2, s3}, v;
-        cvt.f32.f16 f0, s0;
-        cvt.f32.f16 f1, s1;
-        cvt.f32.f16 f2, s2;
-        cvt.f32.f16 f3, s3;
-        sub.f32 f0, $2, f0;
-        sub.f32 f1, $3, f1;
-        sub.f32 f2, $4, f2;
-        sub.f32 f3, $5, f3;
-        cvt.rn.satfinite.e4m3x2.f32 h, f1, f0;
-        cvt.rn.satfinite.e4m3x2.f32 g, f3, f2;
-        mov.b32 $1, {h, g};
-    }"""
-    return ptx(text, (Int32, Int32), [(Float32, value) for value in values], False)

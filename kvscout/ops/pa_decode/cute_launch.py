@@ -19,7 +19,7 @@ from .cute_tile import LOAD_THREADS, REDUCE_THREADS, WIDEN_THREADS, Tile
 from .cute_widening import widen_values
 from .cute_work import Data, Work, partitions_of, positions_of, read_task, row_span, steps_of, touch_constants
 
-# Blocks of the merge that a multiprocessor has room for.
+# Blocks of the merge, of as many threads as they have at most, that a multiprocessor has room for.
 REDUCE_BLOCKS = 4
 
 
@@ -39,6 +39,7 @@ class Kernel:
         num_kv_heads: Int32,
         reduce_x: Int32,
         reduce_y: Int32,
+        reduce_threads: Int32,
         stream: Any,
     ) -> None:
         """Launch; ``device`` is any tensor there. ``reduce_x`` is 0 where no sequence is split.
@@ -54,8 +55,8 @@ class Kernel:
         if cutlass.const_expr(not tile.cluster):
             if reduce_x > 0:
                 self.reduce(data).launch(
-                    grid=(reduce_x, reduce_y, num_kv_heads), block=(REDUCE_THREADS, 1, 1),
-                    smem=4 * tile.own_elements * REDUCE_THREADS + 4 * REDUCE_THREADS // 32, stream=stream,
+                    grid=(reduce_x, reduce_y, num_kv_heads), block=(reduce_threads, 1, 1),
+                    max_number_threads=(REDUCE_THREADS, 1, 1), smem=4 * REDUCE_THREADS // 32, stream=stream,
                     use_pdl=True, min_blocks_per_mp=REDUCE_BLOCKS, preferred_smem_carveout=100,
                 )  # fmt: skip
 
@@ -137,7 +138,7 @@ class Kernel:
                     consume_rows(tile, thread, warp, lane, shared, data, work)
                 else:
                     consume(tile, thread, warp, lane, shared, data, work)
-                if cutlass.const_expr(tile.blocks == 1):
+                if cutlass.const_expr(tile.can_last_merge):
                     if data.arrivals != 0:
                         _, _, num_kv_heads = cute.arch.grid_dim()
                         merge_as_last(tile, shared, num_kv_heads, data, work)
@@ -165,15 +166,17 @@ class Kernel:
     def reduce(self, data: Data) -> None:
         """Merge the partial results of sequences that were split."""
         thread, _, _ = cute.arch.thread_idx()
-        sequence, first_row, kv_head = cute.arch.block_idx()
-        sequence_step, row_step, _ = cute.arch.grid_dim()
-        shared = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
+        threads, _, _ = cute.arch.block_dim()
+        sequence, block, kv_head = cute.arch.block_idx()
+        sequence_step, blocks, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane, warps = thread & 31, threads >> 5
         # Blocks of the next call that share a multiprocessor would take the places of this kernel's: up to 25% slower.
         is_late = self.tile.blocks > 1
-        if thread & 31 == 0:
-            touch_constants(data, shared + 4 * self.tile.own_elements * REDUCE_THREADS + (thread >> 5) * 4)
+        if lane == 0:
+            touch_constants(data, cute.arch.get_dyn_smem(Uint8, alignment=128).toint() + warp * 4)
         reduce_sequences(
-            self.tile, thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data, is_late
+            self.tile, lane, sequence, sequence_step, block * warps + warp, blocks * warps, kv_head, data, is_late
         )
 
 
@@ -181,5 +184,5 @@ def build(tile: Tile) -> tuple[Kernel, tuple[Any, ...]]:
     """The host function and the fake arguments to compile it with."""
     device = make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,), assumed_align=4)
     data = Data(*(kind(0) for kind in Data.__annotations__.values()))
-    arguments = (device, data, *(Int32(1) for _ in range(5)), make_fake_stream(use_tvm_ffi_env_stream=True))
+    arguments = (device, data, *(Int32(1) for _ in range(6)), make_fake_stream(use_tvm_ffi_env_stream=True))
     return Kernel(tile), arguments

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...kernels.cute import ptx
-from .cute_tile import STEP, Tile
+from .cute_tile import ASKED_BARRIER, LOAD_THREADS, STEP, Tile
 
 
 @cute.jit
@@ -69,6 +69,9 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
     block_id = Int32(0)
     if is_live and work.steps > 0:
         block_id = ptx.load(table + Int64(number) * 4)
+    if cutlass.const_expr(tile.by_rows):
+        # Or many queries would arrive after all of the first tokens.
+        ptx.sync(ASKED_BARRIER, tile.math_threads + LOAD_THREADS)
     stage = Int32(0)
     phase = Int32(1)
     i = Int32(0)

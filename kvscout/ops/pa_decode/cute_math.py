@@ -104,7 +104,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
                 find_largest(tile, scores, row_scales, tops, group, warp, lane, shared)
                 serve = expect_tops(tile, tops, -expected_below(tile))
             is_surprise = expect_probabilities(
-                tile, scores, row_scales, tops, probabilities, found, _least(tile, token, work), lane
+                tile, scores, row_scales, tops, probabilities, found, _least(token, work), lane
             )
             is_surprise = is_surprise | (1 - serve)
             # All warps have multiplied the probabilities of the step before, in whose place these go.
@@ -130,7 +130,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             find_tops(tile, scores, tops, group, warp, lane, shared)
             raise_references(tile, tops, references, sums, outputs)
             find_factors(tile, tops, references, factors)
-            few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, _least(tile, token, work), lane)
+            few = add_probabilities(tile, scores, per_value_scale, tops, factors, sums, _least(token, work), lane)
             store_probabilities(tile, scores, value_signs, False, group, warp, lane, shared)
             if cutlass.const_expr(tile.token_scales):
                 _wait_for_values(
@@ -195,13 +195,11 @@ def _wait_for_values(tile: cutlass.Constexpr[Tile], barrier, phase, stage, token
 
 
 @cute.jit
-def _least(tile: cutlass.Constexpr[Tile], token, work):
+def _least(token, work):
     """Of how many lanes tokens must weigh little for a row to need more care: four, or one where some see no token."""
     least = Int32(4)
-    # 64 rows with scales per token have no register left for it.
-    if cutlass.const_expr(not (tile.token_scales and tile.rows > 32)):
-        if token < work.all_low or token + STEP > work.all_high:
-            least = Int32(1)
+    if token < work.all_low or token + STEP > work.all_high:
+        least = Int32(1)
     return least
 
 

@@ -1,12 +1,12 @@
 """The merge of partial results, by a kernel that starts while the last of them are computed.
 
 Partial results are added up in float32 in one order, whoever adds them: four chains of partitions k, k + 4, ..., then
-the chains. A warp merges a row of few partitions by itself; of many, each of a block's four warps takes a chain. Blocks
-of a cluster merge what they sent to each other as such a warp does; the last block of a sequence to store its partial
-results does so too, and of many partitions as two such blocks.
+the chains. It is warps that merge: a row of few partitions, or a quarter of a row of many, of which eight lanes take
+each chain. Blocks of a cluster merge what they sent to each other as the former do, and the last block of a sequence to
+store its partial results as either.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass
@@ -16,11 +16,14 @@ from cutlass import Float32, Int32, Int64
 from ...kernels.cute import ptx
 from .cute_cluster import mail_of
 from .cute_outputs import MERGE_BARRIER, load_sink, normalise, store_row, store_two
-from .cute_softmax import GROUP_BARRIER, LOG2E, NOTHING
-from .cute_tile import COUNTERS, MATH_BARRIER, REDUCE_FEW, REDUCE_THREADS, Tile
+from .cute_softmax import LOG2E, NOTHING
+from .cute_tile import COUNTERS, REDUCE_FEW, REDUCE_PARTS, Tile
 from .cute_work import output_of, partitions_of
 
-CHAINS = REDUCE_THREADS // 32
+CHAINS = 4
+PART_BITS = REDUCE_PARTS.bit_length() - 1
+PART_LANES = 32 // REDUCE_PARTS
+"""Lanes that share a part of a row; as many others have another chain of it each."""
 PAST_L1 = ".cg"
 
 
@@ -31,13 +34,13 @@ def lane_parts(tile: Tile) -> int:
 
 @cute.jit
 def reduce_sequences(
-    tile: cutlass.Constexpr[Tile], thread, shared, sequence, sequence_step, first_row, row_step, kv_head, data,
+    tile: cutlass.Constexpr[Tile], lane, sequence, sequence_step, first, step, kv_head, data,
     is_late: cutlass.Constexpr[bool],
 ):  # fmt: skip
-    """Merge rows ``first_row``, ``first_row + row_step``, ... of sequences ``sequence``, ... of a KV head.
+    """Merge by one warp pieces ``first``, ``first + step``, ... of each sequence ``sequence``, ... of a KV head.
 
-    Each of them stands for ``data.rows_of_merge`` rows. The next kernel may begin before, or if ``is_late`` after, if
-    there is anything to merge.
+    A piece is what :func:`_merge_pieces` says. The next kernel may begin before, or if ``is_late`` after, if there is
+    anything to merge.
     """
     # Launching takes longer than merging: the next kernel's blocks, which wait for this one's end, are on their way.
     if cutlass.const_expr(not is_late):
@@ -45,46 +48,54 @@ def reduce_sequences(
     # The plan is older than the partial results: what they waited for has ended.
     first_slot, count = partitions_of(data, sequence)
     if cutlass.const_expr(is_late):
-        if _is_any_split(thread, sequence, sequence_step, data) == 0:
+        if _is_any_split(lane, sequence, sequence_step, data) == 0:
             sequence = data.num_sequences
             cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
     rows = data.query_length * data.group
-    warp, lane = thread >> 5, thread & 31
     while sequence < data.num_sequences:
-        row = first_row * data.rows_of_merge
-        while row < rows and count > 1:
-            end = cutlass.min(row + data.rows_of_merge, rows)
-            if count <= REDUCE_FEW:
-                mine = row + warp
-                while mine < end:
-                    _reduce_few(tile, lane, first_slot, count, sequence, mine, kv_head, data, "")
-                    mine = mine + CHAINS
-            else:
-                mine = row
-                while mine < end:
-                    _reduce_many(
-                        tile, thread, shared, first_slot, count, sequence, mine, kv_head, data, False, Int32(0)
-                    )  # fmt: skip
-                    mine = mine + 1
-            row = row + row_step * data.rows_of_merge
+        _merge_pieces(
+            tile, lane, first_slot, count, sequence, kv_head, first, step, 0, rows, data, "", lane_parts(tile)
+        )  # fmt: skip
         sequence = sequence + sequence_step
-        first_slot, count = partitions_of(data, cutlass.min(sequence, data.num_sequences - 1))
+        if sequence < data.num_sequences:
+            first_slot, count = partitions_of(data, sequence)
     if cutlass.const_expr(is_late):
         cute.arch.griddepcontrol_launch_dependents()
 
 
 @cute.jit
-def _is_any_split(thread, sequence, sequence_step, data):
+def _merge_pieces(
+    tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence, kv_head, first, step, first_row, end_row, data,
+    hint: cutlass.Constexpr[str], parts_of_lane: cutlass.Constexpr[int],
+):  # fmt: skip
+    """Merge by one warp, of rows ``first_row`` to ``end_row``, pieces ``first``, ``first + step``, ...
+
+    Those are rows of few partial results, or parts of rows of many.
+    """
+    mine = first
+    if count <= REDUCE_FEW:
+        while count > 1 and first_row + mine < end_row:
+            _reduce_few(tile, lane, first_slot, count, sequence, first_row + mine, kv_head, data, hint)
+            mine = mine + step
+    else:
+        while mine < (end_row - first_row) * REDUCE_PARTS:
+            row, part = first_row + (mine >> PART_BITS), mine & (REDUCE_PARTS - 1)
+            _reduce_many(tile, lane, first_slot, count, sequence, row, part, kv_head, data, hint, parts_of_lane)
+            mine = mine + step
+
+
+@cute.jit
+def _is_any_split(lane, sequence, sequence_step, data):
     """Whether any of the sequences ``sequence``, ``sequence + sequence_step``, ... has partial results; else 0."""
     is_split = Int32(0)
-    mine = sequence + thread * sequence_step
+    mine = sequence + lane * sequence_step
     while mine < data.num_sequences:
         _, count = partitions_of(data, mine)
         if count > 1:
             is_split = Int32(1)
-        mine = mine + REDUCE_THREADS * sequence_step
-    return ptx.sync_any(MATH_BARRIER, REDUCE_THREADS, is_split)
+        mine = mine + 32 * sequence_step
+    return ptx.ballot(is_split)
 
 
 @cute.jit
@@ -94,7 +105,7 @@ def merge_as_last(tile: cutlass.Constexpr[Tile], shared, num_kv_heads, data, wor
     They are read past L1, which may hold what was in the slots before.
     """
     thread = ptx.thread_index()
-    warp, lane = thread >> 5, thread & 31
+    warp, lane = cute.arch.make_warp_uniform(thread >> 5), thread & 31
     first_slot, count = partitions_of(data, work.sequence)
     if count > 1:
         # All of the block's stores come before its arrival.
@@ -107,21 +118,11 @@ def merge_as_last(tile: cutlass.Constexpr[Tile], shared, num_kv_heads, data, wor
         ptx.sync(MERGE_BARRIER, tile.math_threads)
         if ptx.shared_load(flag) == count - 1:
             end = cutlass.min(work.first_row + tile.rows, data.query_length * data.group)
-            if count <= REDUCE_FEW:
-                row = work.first_row + warp
-                while row < end:
-                    _reduce_few(tile, lane, first_slot, count, work.sequence, row, work.kv_head, data, PAST_L1)
-                    row = row + tile.math_threads // 32
-            else:
-                group = warp >> 2
-                own = shared + tile.places.own + group * tile.own_bytes
-                row = work.first_row + group
-                while row < end:
-                    _reduce_many(
-                        tile, thread & 127, own, first_slot, count, work.sequence, row, work.kv_head, data, True,
-                        GROUP_BARRIER + group,
-                    )  # fmt: skip
-                    row = row + tile.warpgroups
+            # A block that multiplied has fewer registers left.
+            _merge_pieces(
+                tile, lane, first_slot, count, work.sequence, work.kv_head, warp, tile.math_threads // 32,
+                work.first_row, end, data, PAST_L1, 1,
+            )  # fmt: skip
 
 
 @cute.jit
@@ -131,7 +132,7 @@ def _reduce_few(
     """Merge a row's partial results, ``REDUCE_FEW`` at most, by one warp; ``hint`` is on how to load them."""
     at = _place_of(data, kv_head, row, first_slot)
     reference, total = _load_stats(data.partial_stats + at * 8, lane, count, hint)
-    parts = [_load_part(tile, data, at, Int32(k), count, lane, hint) for k in range(REDUCE_FEW)]
+    parts = [_load_part(tile, data, at, Int32(0), k, count, lane, hint) for k in range(REDUCE_FEW)]
     # While they are on their way.
     place = _destination(sequence, row, kv_head, data)
     _merge_few(tile, lane, reference, total, parts, place, data)
@@ -165,26 +166,24 @@ def _merge_few(tile: cutlass.Constexpr[Tile], lane, reference, total, parts, pla
     merged = chains[0]
     for chain in chains[1:]:
         merged = [merged[z] + chain[z] for z in range(held)]
-    _store(tile, merged, normaliser, lse, out_at, lse_at, lane, data)
+    _store(tile, merged, normaliser, lse, out_at, lse_at, lane, Int32(1), data)
 
 
 @cute.jit
 def _reduce_many(
-    tile: cutlass.Constexpr[Tile], thread, shared, first_slot, count, sequence, row, kv_head, data,
-    in_tile: cutlass.Constexpr[bool], barrier,
+    tile: cutlass.Constexpr[Tile], lane, first_slot, count, sequence, row, part, kv_head, data,
+    hint: cutlass.Constexpr[str], parts_of_lane: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Merge a row's partial results by all of a block's warps, or ``in_tile`` by a warpgroup that has a ``barrier``."""
-    warp, lane = thread >> 5, thread & 31
-    held, hint = tile.own_elements, PAST_L1 if in_tile else ""
-    # A block that multiplied has fewer registers left.
-    parts_of_lane = 1 if in_tile else lane_parts(tile)
+    """Merge a part of a row's partial results by one warp, in which eight lanes take a chain."""
+    held = tile.own_elements
+    slot, chain = part * PART_LANES + (lane & (PART_LANES - 1)), lane >> (5 - PART_BITS)
     chunk = 32 * parts_of_lane
     at = _place_of(data, kv_head, row, first_slot)
     stats = data.partial_stats + at * 8
     found = [_load_stats(stats, i * 32 + lane, count, hint) for i in range(parts_of_lane)]
     acc = cute.make_rmem_tensor((held,), Float32)
     acc.fill(0.0)
-    parts = [_load_part(tile, data, at, warp + i * CHAINS, count, lane, hint) for i in range(chunk // CHAINS)]
+    parts = [_load_part(tile, data, at, chain, i * CHAINS, count, slot, hint) for i in range(chunk // CHAINS)]
     # While they are on their way.
     out_at, lse_at, sink = _destination(sequence, row, kv_head, data)
     top = found[0][0]
@@ -195,57 +194,50 @@ def _reduce_many(
         top = ptx.maximum(top, ptx.load(stats + Int64(k) * 8, Float32, 1, hint))
         k = k + 32
     top = _over_lanes(top, ptx.maximum)
-    total = _add_chunk(acc, parts, found, top, warp, Float32(0.0))
-    begin = Int32(chunk)
-    while begin < count:
-        more = [_load_stats(stats, begin + (i * 32 + lane), count, hint) for i in range(parts_of_lane)]
-        others = [
-            _load_part(tile, data, at, begin + warp + i * CHAINS, count, lane, hint) for i in range(chunk // CHAINS)
-        ]  # fmt: skip
-        total = _add_chunk(acc, others, more, top, warp, total)
-        begin = begin + chunk
-    vector = tile.vector
-    for z in cutlass.range_constexpr(0, held, vector):
-        to = shared + (z * REDUCE_THREADS + thread * vector) * 4
-        ptx.shared_store(to, [acc[z + e] for e in range(vector)], Float32)
+    weights = _weights(found, top)
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(parts_of_lane):
+        total = ptx.multiply_add(found[i][1], weights[i], total)
+    k = lane + chunk
+    while k < count:
+        reference, more = ptx.load(stats + Int64(k) * 8, Float32, 2, hint)
+        total = ptx.multiply_add(more, ptx.exp2((reference - top) * Float32(LOG2E)), total)
+        k = k + 32
     total = _over_lanes(total, lambda x, y: x + y)
     normaliser, lse = normalise(top, total, sink)
-    _meet(in_tile, barrier)
-    if warp == 0:
-        merged = [acc[z] for z in range(held)]
-        for i in cutlass.range_constexpr(1, CHAINS):
-            chain = []
-            for z in cutlass.range_constexpr(0, held, vector):
-                from_ = shared + (z * REDUCE_THREADS + (i * 32 + lane) * vector) * 4
-                chain += ptx.shared_load(from_, Float32, vector)
-            merged = [merged[z] + chain[z] for z in range(held)]
-        _store(tile, merged, normaliser, lse, out_at, lse_at, lane, data)
-    _meet(in_tile, barrier)
+    _add_chunk(acc, parts, weights, chain)
+    begin = Int32(chunk)
+    while begin < count:
+        more_stats = [_load_stats(stats, begin + (i * 32 + lane), count, hint) for i in range(parts_of_lane)]
+        others = [
+            _load_part(tile, data, at, begin + chain, i * CHAINS, count, slot, hint) for i in range(chunk // CHAINS)
+        ]  # fmt: skip
+        _add_chunk(acc, others, _weights(more_stats, top), chain)
+        begin = begin + chunk
+    # What lanes of other chains make of theirs is not stored.
+    merged = [acc[z] for z in range(held)]
+    for i in cutlass.range_constexpr(1, CHAINS):
+        of_chain = (lane & (PART_LANES - 1)) + i * PART_LANES
+        merged = [merged[z] + ptx.from_lane(acc[z], of_chain, Float32) for z in range(held)]
+    is_first = Int32(0)
+    if chain == 0:
+        is_first = Int32(1)
+    _store(tile, merged, normaliser, lse, out_at, lse_at, slot, is_first, data)
+
+
+def _weights(stats: Sequence[Any], top: Any) -> list[Any]:
+    """What this lane's partial results are to be multiplied by."""
+    return [ptx.exp2((reference - top) * Float32(LOG2E)) for reference, _ in stats]
 
 
 @cute.jit
-def _meet(in_tile: cutlass.Constexpr[bool], barrier):
-    """Let those who merge a row together meet."""
-    if cutlass.const_expr(in_tile):
-        ptx.sync(barrier, REDUCE_THREADS)
-    else:
-        cute.arch.sync_threads()
-
-
-@cute.jit
-def _add_chunk(acc, parts, stats, top, warp, total):
-    """Add a chain's partial results of a chunk to ``acc``; ``total`` with this lane's sums added."""
-    weights = []
-    for reference, more in stats:
-        weight = ptx.exp2((reference - top) * Float32(LOG2E))
-        total = ptx.multiply_add(more, weight, total)
-        weights.append(weight)
+def _add_chunk(acc, parts, weights, chain):
+    """Add a chain's partial results of a chunk to ``acc``."""
     per_lane = 32 // CHAINS
     for i in cutlass.range_constexpr(len(parts)):
-        factor = ptx.from_lane(weights[i // per_lane], warp + (i % per_lane) * CHAINS, Float32)
+        factor = ptx.from_lane(weights[i // per_lane], chain + (i % per_lane) * CHAINS, Float32)
         for z in cutlass.range_constexpr(len(parts[0])):
             acc[z] = ptx.multiply_add(parts[i][z], factor, acc[z])
-    return total
 
 
 @cute.jit
@@ -264,13 +256,16 @@ def _load_stats(stats, k, count, hint: cutlass.Constexpr[str]):
 
 
 @cute.jit
-def _load_part(tile: cutlass.Constexpr[Tile], data, at, k, count, lane, hint: cutlass.Constexpr[str]):
-    """This lane's elements of a partial result, zeros past the last."""
+def _load_part(
+    tile: cutlass.Constexpr[Tile], data, at, first, k: cutlass.Constexpr[int], count, slot,
+    hint: cutlass.Constexpr[str],
+):  # fmt: skip
+    """A slot's elements of partial result ``first + k``, zeros past the last."""
     there = Int32(0)
-    if k < count:
+    if first + k < count:
         there = Int32(1)
     vector = tile.vector
-    from_ = data.partial_out + (at + k) * (tile.dim * 4) + lane * (4 * vector)
+    from_ = data.partial_out + (at + first) * (tile.dim * 4) + slot * (4 * vector) + k * (tile.dim * 4)
     part = []
     for z in cutlass.range_constexpr(0, tile.own_elements, vector):
         part += ptx.load_or_zero(from_ + 32 * 4 * z, there, vector, Float32, hint)
@@ -285,16 +280,17 @@ def _over_lanes(x: Any, together: Callable[[Any, Any], Any]) -> Any:
 
 
 @cute.jit
-def _store(tile: cutlass.Constexpr[Tile], merged, factor, lse, out_at, lse_at, lane, data):
-    """Store a merged row by the lanes of a warp; which elements of a partial row a lane has, the tile decides."""
+def _store(tile: cutlass.Constexpr[Tile], merged, factor, lse, out_at, lse_at, slot, is_row, data):
+    """Store a slot's elements of a merged row, if ``is_row``; which elements of a row these are, the tile decides."""
     if cutlass.const_expr(tile.by_rows):
-        for j in cutlass.range_constexpr(2):
-            at = out_at + Int64((lane >> 2) * 32 + (lane & 3) * 4) + 16 * j
-            store_two(at, [x * factor for x in merged[2 * j : 2 * j + 2]], data)
-        if data.lse != 0 and lane == 0:
-            ptx.store(lse_at, [lse])
+        if is_row != 0:
+            for j in cutlass.range_constexpr(2):
+                at = out_at + Int64((slot >> 2) * 32 + (slot & 3) * 4) + 16 * j
+                store_two(at, [x * factor for x in merged[2 * j : 2 * j + 2]], data)
+            if data.lse != 0 and slot == 0:
+                ptx.store(lse_at, [lse])
     else:
-        store_row(merged, factor, lse, out_at, lse_at, lane, 1, Int32(1), data)
+        store_row(merged, factor, lse, out_at, lse_at, slot, 1, is_row, data)
 
 
 @cute.jit

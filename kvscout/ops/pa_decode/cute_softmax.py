@@ -232,7 +232,7 @@ def store_probabilities(
     tile: cutlass.Constexpr[Tile], probabilities, value_signs, finer: cutlass.Constexpr[bool], group, warp, lane, shared
 ):  # fmt: skip
     """Store probabilities in shared memory as the B operand of the outputs, or ``finer`` terms of e4m3 sums of them."""
-    own, pitch, places = tile.own_columns, tile.query_pitch, tile.places
+    own, pitch, places = tile.own_columns, tile.probability_pitch, tile.places
     at = shared + (places.finer if finer else places.own) + group * tile.own_bytes + warp * (2 * pitch)
     if cutlass.const_expr(tile.is_e4m3):
         # After the transpose a lane holds four tokens of one column.
@@ -252,7 +252,7 @@ def store_probabilities(
                 if cutlass.const_expr(tile.token_scales):
                     four = [probability * value_signs[token] for probability in four]
                 if cutlass.const_expr(tile.is_e4m3):
-                    for part, word in enumerate(ptx.split_probabilities(four, (4, 6, 6) if finer else (4,), 2)):
+                    for part, word in enumerate(ptx.split(four, (4, 6, 6) if finer else (4,), 2)):
                         turned = ptx.permute_bytes(word, ptx.exchange(word, 4, Int32), first)
                         turned = ptx.permute_bytes(turned, ptx.exchange(turned, 8, Int32), second)
                         place = i * pitch + half * 8 + part * (tile.rows * 16) + quad * (2 * CORE)

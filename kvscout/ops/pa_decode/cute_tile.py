@@ -44,8 +44,12 @@ WIDEN_THREADS = 128
 """Where e4m3 values become float16, threads that do this."""
 MATH_BARRIER = 3
 """The named barrier of all multiplying warps when they begin; the warpgroups' own are 1 and 2."""
+ASKED_BARRIER = 7
+"""The named barrier where those who load wait until queries, where they are many, have been asked for."""
 CORE = 128
 """Bytes of a core matrix."""
+ELEMENTS = 8
+"""Elements of 16 bytes of a query."""
 RUN = 128
 """Bytes of a token that lie side by side in an operand with swizzle."""
 ATOM = 8 * RUN
@@ -60,8 +64,11 @@ REGISTERS = 65536
 COUNTERS = 32
 """Counters of arrivals of a sequence and KV head: one for each block of query rows."""
 REDUCE_THREADS = 128
+"""Threads of a block of the merge, at most."""
 REDUCE_FEW = 8
-"""Partial results that a warp of the merge adds up by itself."""
+"""Partial results of a row that a warp of the merge adds up by itself."""
+REDUCE_PARTS = 4
+"""Warps that share a row of more."""
 CLUSTER_ROWS = 16
 """Query rows of a thread block whose cluster merges them."""
 E4M3 = "e4m3"
@@ -193,6 +200,11 @@ class Tile:
     def math_threads(self) -> int:
         """Threads that multiply."""
         return 128 * self.warpgroups
+
+    @property
+    def can_last_merge(self) -> bool:
+        """Whether the last block of a sequence may merge: it takes registers, which make pairs' loops 2% slower."""
+        return self.blocks == 1 and not self.cluster and not (self.token_scales and self.rows > 32)
 
     @property
     def threads(self) -> int:
@@ -352,14 +364,25 @@ class Tile:
         return ATOM if self.are_values_turned else self.dim * 16
 
     @property
-    def query_pitch(self) -> int:
+    def probability_pitch(self) -> int:
         """Bytes of 16-byte pieces of all columns: from one core matrix of a B operand to the next along K."""
         return self.columns * 16
 
     @property
+    def query_threads(self) -> int:
+        """Threads that share a query row, neighbours in a warp: all load all rows at once, or some load the same."""
+        return min(self.dim // ELEMENTS, self.math_threads // self.rows)
+
+    @property
+    def query_pitch(self) -> int:
+        """Bytes from a 16-byte piece of queries to the next: so many more that a warp's stores meet no bank twice."""
+        at_once = 128 // (ELEMENTS * self.element_bytes)
+        return self.probability_pitch + 16 * max(1, at_once // self.query_threads)
+
+    @property
     def probability_bytes(self) -> int:
         """Bytes of the probabilities of a warpgroup."""
-        return 0 if self.by_rows else 8 * self.query_pitch
+        return 0 if self.by_rows else 8 * self.probability_pitch
 
     @property
     def own_bytes(self) -> int:
@@ -385,7 +408,7 @@ class Tile:
         return Places(
             keys=take(self.stages * self.stage_bytes),
             values=take(self.value_stages * self.stage_bytes),
-            queries=take(self.rows * self.dim * 2),
+            queries=take(self.chunks * self.query_pitch),
             own=(own := take(own_bytes)),
             finer=own if not self.is_e4m3 or self.by_rows or self.blocks > 1 else take(own_bytes),
             mail=take(mailed * self.dim * 4),

@@ -64,7 +64,7 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
     if cutlass.const_expr(not tile.alternate):
         values = values + group * (tile.value_parity >> 4)
     stored = shared + (places.finer if finer else places.own)
-    probabilities = ptx.descriptor(stored + group * tile.own_bytes, tile.query_pitch)
+    probabilities = ptx.descriptor(stored + group * tile.own_bytes, tile.probability_pitch)
     high, low = (2.0**-10, 2.0**-16) if finer else (1.0, 2.0**-4)
     pieces = 2  # of 16 bytes, of one product's K
     tokens = STEP if tile.alternate else STEP // tile.warpgroups
@@ -75,7 +75,7 @@ def add_outputs(tile: cutlass.Constexpr[Tile], outputs, factors, finer: cutlass.
             tile.kind, tile.columns, values, probabilities, (stride, CORE),
             [
                 [
-                    (part * tile.value_part + i * tile.value_leading, i * tile.query_pitch)
+                    (part * tile.value_part + i * tile.value_leading, i * tile.probability_pitch)
                     for i in range(0, tokens // tile.tokens_of_piece, pieces)
                 ]
                 for part in range(begin, begin + chains)

@@ -61,7 +61,6 @@ class Data(NamedTuple):
     keys_by_token: Int32  # whether keys have a scale per token
     values_by_token: Int32
     page_bits: Int32  # a page has 2^page_bits tokens
-    rows_of_merge: Int32  # query rows of a thread block of the merge
     rows_first: Int32  # whether the grid's first dimension is row blocks, else tasks
     max_partitions: Int32
     cluster_bits: Int32  # a cluster has 2^cluster_bits blocks

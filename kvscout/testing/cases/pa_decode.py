@@ -545,6 +545,8 @@ def _verify() -> Iterator[PaDecodeCase]:
         for peak in ("peaked", "peaks"):
             yield PaDecodeCase((32768,) * 3, page=page, splits=(1, 1), odd=(peak,))
             yield PaDecodeCase((24, 2048, 9000), 16, 1, page=page, query_length=4, splits=(1, 1), odd=(peak,))
+            # Of their last step few tokens are seen.
+            yield PaDecodeCase((6, 129, 131, 259), 16, 1, page=page, splits=(1, 1), odd=(peak,))
         yield PaDecodeCase((32768, 900), page=page, splits=(1, 1), scales="token", odd=("contrast",))
     yield PaDecodeCase((32768,) * 3, cache="fp16", dtype="fp16", page=64, splits=(1, 1), odd=("peaked",))
     yield PaDecodeCase(EDGES, odd=("tiny",), query_length=2)

@@ -33,7 +33,17 @@ from ....kernels.cute.program import Program
 from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V, Pages
 from ....variants import Variant
 from ..api import INT32_MAX, SCALAR, TOKEN, Args, Problem
-from ..cute_tile import CLUSTER_ROWS, COUNTERS, REDUCE_FEW, REDUCE_THREADS, STEP, TOKEN_MAJOR, WARPGROUPS, Tile
+from ..cute_tile import (
+    CLUSTER_ROWS,
+    COUNTERS,
+    REDUCE_FEW,
+    REDUCE_PARTS,
+    REDUCE_THREADS,
+    STEP,
+    TOKEN_MAJOR,
+    WARPGROUPS,
+    Tile,
+)
 
 CACHES = {fp8.FN: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -171,8 +181,8 @@ def _resident_cluster(problem: Problem) -> int:
 def _can_last_merge(problem: Problem, config: Config) -> bool:
     """Whether the last block may merge: there is a counter for each of a KV head's blocks of query rows."""
     has_counters = -(-problem.rows_per_head // config.rows) <= COUNTERS
-    # It would make the loops of blocks in pairs 2% slower, for want of registers.
-    return problem.merge_in_tile and problem.max_partitions > 1 and has_counters and config.blocks == 1
+    is_split = problem.merge_in_tile and problem.max_partitions > 1
+    return is_split and has_counters and _program(problem, config).spec.can_last_merge
 
 
 def _cluster_size(problem: Problem) -> int:
@@ -252,7 +262,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
     output_row, output_head, _ = output.stride()
     query_row, query_head, _ = query.stride()
     reach = problem.window or INT32_MAX
-    rows_of_merge, *merge = (1, 0, 0) if partials is None or is_last else _merge_grid(problem)
+    merge = (0, 0, 32) if partials is None or is_last else _merge_grid(problem)
     arrivals = 0 if partials is None or not is_last else args.arrival_counters.data_ptr()
     size = _cluster_size(problem) if is_cluster else 1
     data = (
@@ -268,8 +278,7 @@ def _launch(problem: Problem, config: Config, args: Args) -> None:
         reach, 1 if problem.causal else reach,
         int(problem.dtype == torch.float16), int(sinks is not None and sinks.dtype != torch.float32),
         int(problem.key_scale == TOKEN), int(problem.value_scale == TOKEN),
-        problem.page.bit_length() - 1, rows_of_merge, int(rows_first),
-        problem.max_partitions, size.bit_length() - 1,
+        problem.page.bit_length() - 1, int(rows_first), problem.max_partitions, size.bit_length() - 1,
         args.softmax_scale * args.key_factor, args.value_factor, 1 / problem.group,
     )  # fmt: skip
     grid = (row_blocks, problem.capacity) if rows_first else (problem.capacity, row_blocks)
@@ -289,13 +298,16 @@ def _cache_strides(kv: Pages) -> tuple[int, int, int, int, int, int, int]:
 
 
 def _merge_grid(problem: Problem) -> tuple[int, int, int]:
-    """Rows of a thread block of the merge; sequences, and such blocks of each, that are begun with."""
+    """Sequences, and thread blocks for each of them, that the merge begins with; threads of a block."""
     sequences, kv_heads = problem.num_sequences, problem.num_kv_heads
     most = MERGE_BLOCKS if problem.capacity >= 2 * sequences else FEW_MERGE_BLOCKS
-    # Few partial results are a warp's work, more are a thread block's.
-    of_block = REDUCE_THREADS // 32 if problem.capacity < REDUCE_FEW * sequences else 1
-    blocks = min(-(-problem.rows_per_head // of_block), max(1, most // (sequences * kv_heads)))
-    return of_block, min(sequences, max(1, most // (blocks * kv_heads))), blocks
+    # Few partial results of a row are a warp's work, more are several warps', each on a multiprocessor of its own if
+    # there are as many.
+    of_row = 1 if problem.capacity < REDUCE_FEW * sequences else REDUCE_PARTS
+    warps = of_row * problem.rows_per_head
+    threads = 32 if warps * sequences * kv_heads <= DEFAULT_NUM_SMS else REDUCE_THREADS
+    blocks = min(-(-warps * 32 // threads), max(1, most // (sequences * kv_heads)))
+    return min(sequences, max(1, most // (blocks * kv_heads))), blocks, threads
 
 
 def _address(tensor: Tensor | None) -> int:
