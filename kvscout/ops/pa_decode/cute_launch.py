@@ -73,7 +73,7 @@ class Kernel:
             slot, first_row = y, x * tile.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread & 31
-        shared = cute.arch.get_dyn_smem(Uint8, alignment=1024).toint()
+        shared = cute.arch.make_warp_uniform(cute.arch.get_dyn_smem(Uint8, alignment=1024).toint())
         if thread == tile.math_threads:
             readers = 4 if tile.alternate else tile.math_threads // 32
             keys, values = (2 + (64 if tile.token_scales else 0), 2) if tile.in_bulk else (64, 64)
