@@ -73,7 +73,10 @@ class Kernel:
             slot, first_row = y, x * tile.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread & 31
-        shared = cute.arch.make_warp_uniform(cute.arch.get_dyn_smem(Uint8, alignment=1024).toint())
+        shared = cute.arch.get_dyn_smem(Uint8, alignment=1024).toint()
+        # Or it would be found anew, which takes long, in every step. Pairs with scales per token have no register left.
+        if cutlass.const_expr(tile.blocks == 1 or not tile.token_scales):
+            shared = cute.arch.make_warp_uniform(shared)
         if thread == tile.math_threads:
             readers = 4 if tile.alternate else tile.math_threads // 32
             keys, values = (2 + (64 if tile.token_scales else 0), 2) if tile.in_bulk else (64, 64)

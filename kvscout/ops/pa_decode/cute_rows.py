@@ -141,9 +141,15 @@ def _pass_turn(left, group):
         ptx.arrive(TURN_BARRIER + 1 - group, MATH_THREADS)
 
 
-def _place(half: int, pair: int, row: int, e: int) -> int:
+def _halves(tile: Tile) -> int:
+    """Products of a step's keys: one that has its tokens in order, unless these lie page by page."""
+    return 2 if tile.by_page else 1
+
+
+def _place(tile: Tile, half: int, pair: int, row: int, e: int) -> int:
     """Where a thread keeps a score: ``half`` h and ``pair`` g of its token, ``row`` i."""
-    return half * (STEP // 4) + 4 * pair + 2 * row + e
+    eight = half * GROUPS + pair if tile.by_page else 2 * pair + half
+    return 4 * eight + 2 * row + e
 
 
 @cute.jit
@@ -159,9 +165,10 @@ def _score(tile: cutlass.Constexpr[Tile], scores, stage, shared):
             for part in reversed(range(2 if tile.is_e4m3 else 1))
             for chunk in range(0, tile.chunks, 2)
         ]
-        for half in range(2)
+        for half in range(_halves(tile))
     ]
-    found = ptx.multiply(tile.kind, STEP // 2, queries, keys, (CORE, tile.key_stride), halves)
+    stride = tile.key_stride if tile.by_page else tile.key_eight
+    found = ptx.multiply(tile.kind, STEP // _halves(tile), queries, keys, (CORE, stride), halves)
     for k in cutlass.range_constexpr(STEP // 2):
         scores[k] = found[k]
 
@@ -179,13 +186,13 @@ def _mask(tile: cutlass.Constexpr[Tile], scores, hidden, first_row, token, share
                     is_hidden = Int32(0)
                     if at < bounds[row][0] or at >= bounds[row][1]:
                         is_hidden = Int32(1)
-                    place = _place(half, pair, row, e)
+                    place = _place(tile, half, pair, row, e)
                     scores[place] = ptx.select(is_hidden, hidden, scores[place])
 
 
-def _places(row: int) -> list[list[int]]:
+def _places(tile: Tile, row: int) -> list[list[int]]:
     """Where a thread keeps a row's scores, in ``CHAINS`` lists."""
-    every = [_place(half, pair, row, e) for half in range(2) for pair in range(GROUPS) for e in range(2)]
+    every = [_place(tile, half, pair, row, e) for half in range(2) for pair in range(GROUPS) for e in range(2)]
     return [every[chain::CHAINS] for chain in range(CHAINS)]
 
 
@@ -198,7 +205,7 @@ def _find_probabilities(
     Most steps need no maxima: what probabilities add up to shows that none is too large beside the rows' references.
     """
     if not has_references:
-        tops = _find_tops(scores, row_scales)
+        tops = _find_tops(tile, scores, row_scales)
         references[0], references[1] = tops[0], tops[1]
     found = cute.make_rmem_tensor((2,), Float32)
     scales = [row_scales[row] * Float32(LOG2E) for row in range(2)]
@@ -213,15 +220,15 @@ def _find_probabilities(
             for pair in cutlass.range_constexpr(GROUPS):
                 for row in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
-                        place = _place(half, pair, row, e)
+                        place = _place(tile, half, pair, row, e)
                         # Rounded, as the reference will be: a compiler would subtract it from the exact product.
                         scores[place] = ptx.multiply_add(scores[place], row_scales[row], Float32(0.0))
-        _raise_references(_find_tops(scores, None), references, sums, outputs)
+        _raise_references(_find_tops(tile, scores, None), references, sums, outputs)
         for half in cutlass.range_constexpr(2):
             for pair in cutlass.range_constexpr(GROUPS):
                 for row in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
-                        place = _place(half, pair, row, e)
+                        place = _place(tile, half, pair, row, e)
                         # In this order neither does a logit become infinite, nor a power get rounded to another.
                         scores[place] = (scores[place] - references[row]) * Float32(LOG2E)
         _add_up(tile, scores, [Float32(1.0)] * 2, [Float32(0.0)] * 2, found, operands)
@@ -239,7 +246,7 @@ def _add_up(tile: cutlass.Constexpr[Tile], scores, scales, powers, found, operan
             for half in cutlass.range_constexpr(2):
                 two = []
                 for e in cutlass.range_constexpr(2):
-                    power = ptx.multiply_add(scores[_place(half, pair, row, e)], scales[row], -powers[row])
+                    power = ptx.multiply_add(scores[_place(tile, half, pair, row, e)], scales[row], -powers[row])
                     two.append(ptx.exp2(power))
                     chain = (2 * half + e) % CHAINS
                     chains[chain] = chains[chain] + two[e]
@@ -248,11 +255,11 @@ def _add_up(tile: cutlass.Constexpr[Tile], scores, scales, powers, found, operan
 
 
 @cute.jit
-def _find_tops(scores, row_scales):
+def _find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales):
     """The step's top of each of this thread's rows, of scores that ``row_scales`` are still to multiply, if any."""
     tops = []
     for row in cutlass.range_constexpr(2):
-        scaled = [[scores[place] for place in chain] for chain in _places(row)]
+        scaled = [[scores[place] for place in chain] for chain in _places(tile, row)]
         if cutlass.const_expr(row_scales is not None):
             scaled = [[score * row_scales[row] for score in chain] for chain in scaled]
         most = functools.reduce(ptx.maximum, [functools.reduce(ptx.maximum, chain) for chain in scaled])

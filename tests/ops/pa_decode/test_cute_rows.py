@@ -74,7 +74,7 @@ class Warp:
                     for row in range(2):
                         for e in range(2):
                             token = 16 * pair + 8 * half + lane % 4 * 2 + e
-                            scores[code._place(half, pair, row, e)] = Contracted(step[rows[row], token])
+                            scores[code._place(TILE, half, pair, row, e)] = Contracted(step[rows[row], token])
             with np.errstate(over="ignore", invalid="ignore"):
                 code._find_probabilities(
                     TILE, scores, row_scales, references, sums, outputs, operands, number > 0
