@@ -25,7 +25,7 @@ from .cute_softmax import (
 )
 from .cute_tile import MATH_BARRIER, STEP, Tile
 from .cute_values import add_outputs, clear_values
-from .cute_work import partitions_of, value_scale
+from .cute_work import is_seen_in_part, partitions_of, value_scale
 
 LEAST_SCALE = 2.0**-60
 """Values of a smaller scale are taken to have this one, and their probabilities so much less."""
@@ -89,7 +89,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         if lane == 0:
             ptx.barrier_arrive(empty_keys + 8 * stage)
         token = (work.first_step + i) * STEP
-        if token < work.all_low or token + STEP > work.all_high:
+        if is_seen_in_part(token, work):
             hidden = -Float32.inf
             if cutlass.const_expr(not tile.token_scales):
                 hidden = hidden_score(row_scales[0])
@@ -188,7 +188,7 @@ def _wait_for_values(tile: cutlass.Constexpr[Tile], barrier, phase, stage, token
     """Wait for a stage's values, and clear those that no row sees."""
     ptx.barrier_wait(barrier, phase)
     if cutlass.const_expr(tile.in_bulk):
-        if token < work.all_low or token + STEP > work.all_high:
+        if is_seen_in_part(token, work):
             lowest, highest = span_of(tile, shared)
             if token < lowest or token + STEP > highest:
                 clear_values(tile, stage, token, group, thread, lowest, highest, shared)
@@ -198,7 +198,7 @@ def _wait_for_values(tile: cutlass.Constexpr[Tile], barrier, phase, stage, token
 def _least(token, work):
     """Of how many lanes tokens must weigh little for a row to need more care: four, or one where some see no token."""
     least = Int32(4)
-    if token < work.all_low or token + STEP > work.all_high:
+    if is_seen_in_part(token, work):
         least = Int32(1)
     return least
 

@@ -17,10 +17,10 @@ from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
 from .cute_queries import load_queries, span_of
 from .cute_scores import hidden_score
-from .cute_softmax import GROUP_BARRIER, LOG2E, MOST_16_BIT, NOTHING, below
+from .cute_softmax import GROUP_BARRIER, LARGE, LOG2E, MOST_16_BIT, NOTHING, below
 from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
-from .cute_work import partitions_of, value_scale
+from .cute_work import is_seen_in_part, partitions_of, value_scale
 
 GROUPS = STEP // 16
 """Groups of 16 tokens of a step."""
@@ -28,8 +28,6 @@ PIECE = 8
 """Tokens of 16 bytes of 16-bit values."""
 TURN_BARRIER = 4
 """The first of the warpgroups' named barriers where they wait for their turn to multiply."""
-LARGE = 1024.0
-"""A logit to base 2 above which a float has too few bits for its fraction."""
 BELOW = 9
 """Powers of two by which the top is below the largest score: sums stay below ``MOST_16_BIT`` if all are as large."""
 CHAINS = 4
@@ -82,7 +80,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
         _pass_turn(work.steps - i, group)
     while i < work.steps:
         token = (work.first_step + i) * STEP
-        if token < work.all_low or token + STEP > work.all_high:
+        if is_seen_in_part(token, work):
             hidden = hidden_score(row_scales[0])
             _mask(tile, scores, hidden, first_row, token + 2 * (lane & 3), shared)
         _find_probabilities(tile, scores, row_scales, references, sums, outputs, operands, i >= WARPGROUPS)
@@ -93,7 +91,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
         else:
             values, used = shared + places.values + stage * tile.stage_bytes, empty_values + 8 * stage
             ptx.barrier_wait(full_values + 8 * stage, phase)
-            if token < work.all_low or token + STEP > work.all_high:
+            if is_seen_in_part(token, work):
                 lowest, highest = span_of(tile, shared)
                 if token < lowest or token + STEP > highest:
                     clear_values(tile, stage, token, group, in_group, lowest, highest, shared)
@@ -213,7 +211,7 @@ def _find_probabilities(
     _add_up(tile, scores, scales, powers, found, operands)
     largest = ptx.maximum(ptx.magnitude(powers[0]), ptx.magnitude(powers[1]))
     are_right = Int32(0)
-    if largest <= Float32(LARGE) and found[0] <= Float32(MOST_16_BIT) and found[1] <= Float32(MOST_16_BIT):
+    if largest <= Float32(LARGE * LOG2E) and found[0] <= Float32(MOST_16_BIT) and found[1] <= Float32(MOST_16_BIT):
         are_right = Int32(1)
     if ptx.ballot(are_right) != Int32(-1):
         for half in cutlass.range_constexpr(2):

@@ -144,6 +144,12 @@ def row_span(data, context, first_position, last_position):
 
 
 @cute.jit
+def is_seen_in_part(token, work):
+    """Whether some row does not see some token of the step from ``token`` on."""
+    return token < work.all_low or token + STEP > work.all_high
+
+
+@cute.jit
 def partitions_of(data, sequence):
     """First slot of a sequence, and number of its slots."""
     at = data.reduce_info + Int64(sequence) * 8
