@@ -80,6 +80,34 @@ def _unpack_e4m3(word):
     return [Int32(pair) for pair in four.view(torch.int32).tolist()]
 
 
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+"""What each byte is."""
+
+
+def as_e4m3(numbers):
+    """The bytes of rounded numbers; none is larger than the type holds."""
+    return torch.tensor(np.asarray(numbers, np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def split(values, shifts, count):
+    """Words of four e4m3 terms each, as the instructions make them."""
+    left, words = np.array(values, np.float16), []
+    for shift in (*shifts, 0):
+        term = as_e4m3(left)
+        words.append(Int32(term.view(np.int32)[0]))
+        left = ((left - E4M3[term].astype(np.float16)) * np.float16(2**shift)).astype(np.float16)
+    return words[-count:]
+
+
+def _unpack_float16(word):
+    return [Float32(half) for half in np.array([word], np.int32).view(np.float16)]
+
+
+def _unpack_bfloat16(word):
+    halves = np.array([word], np.int32).view(np.uint16).astype(np.uint32) << 16
+    return [Float32(half) for half in halves.view(np.float32)]
+
+
 def code_of(name, ptx=None, arch=None):
     """The functions of a file of device code of ``pa_decode``; instructions are attributes of ``ptx``.
 
@@ -240,7 +268,12 @@ class Memory:
             ballot=_ballot,
             sync_any=lambda barrier, threads, flag: Int32(-any(lanes._lane.block.exchange(lanes._lane.thread, flag))),
             unpack_e4m3=_unpack_e4m3,
+            unpack_float16=_unpack_float16,
+            unpack_bfloat16=_unpack_bfloat16,
+            split=split,
             magnitude=abs,
+            bits_of=lambda x: Int32(np.float32(x).view(np.int32)),
+            float_of=lambda bits: Float32(np.int32(bits).view(np.float32)),
             sign=lambda x: Float32(np.copysign(1, x)),
             maximum=max,
             exp2=np.exp2,

@@ -17,7 +17,7 @@ from kvscout.ops.pa_decode.cute_tile import STEP
 from kvscout.ops.pa_decode.variants import cute_wgmma
 from tests.ops.mqa_logits import lanes
 from tests.ops.mqa_logits.lanes import Int32
-from tests.ops.pa_decode.device import Float32, Int64, Memory, _operand, code_of
+from tests.ops.pa_decode.device import E4M3, Float32, Int64, Memory, _operand, as_e4m3, code_of, split
 
 GROUP, HEADS, HEAD, SEQUENCES, SEQUENCE, SLOT = 9, 2, 1, 3, 1, 2
 PATIENCE = 60
@@ -33,22 +33,6 @@ TILES = [
     # Pages of 32 and 64 are copied alike.
     and tile.page == {64: 32, 128: 16}[tile.dim]
 ]
-
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
-"""What each byte is."""
-
-
-def as_e4m3(numbers):
-    """The bytes of rounded numbers; none is larger than the type holds."""
-    return torch.tensor(np.asarray(numbers, np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-
-def word_of(four):
-    return Int32(np.asarray(four, np.uint8).view(np.int32)[0])
-
-
-def unpack_float16(word):
-    return [Float32(half) for half in np.array([word], np.int32).view(np.float16)]
 
 
 class Barrier:
@@ -127,14 +111,9 @@ class Block(Memory):
         self._sync(number, threads)
         return int(found)
 
-    def _split_probabilities(self, values, shifts, count):
-        left, words = np.array(values, np.float16), []
-        for shift in (*shifts, 0):
-            term = as_e4m3(left)
-            words.append(word_of(term))
-            left = ((left - E4M3[term].astype(np.float16)) * np.float16(2**shift)).astype(np.float16)
-        self.has_finer |= len(words) > count
-        return words[-count:]
+    def _split(self, values, shifts, count):
+        self.has_finer |= len(shifts) + 1 > count
+        return split(values, shifts, count)
 
     def _place(self, word):
         """Where an operand begins."""
@@ -183,9 +162,7 @@ class Block(Memory):
             sync=self._sync,
             sync_any=self._sync_any,
             count_bits=lambda word: bin(int(word) & 0xFFFFFFFF).count("1"),
-            unpack_float16=unpack_float16,
-            unpack_bfloat16=lambda word: [None, None],
-            split_probabilities=self._split_probabilities,
+            split=self._split,
         )
         return code
 
@@ -237,23 +214,6 @@ class Call:
             **dict(zip(names, map(Int64, cute_wgmma._cache_strides(kv)), strict=True)),
         )  # fmt: skip
 
-    def _store_split(self, tile, words, thread, shared, data):
-        """As the device does with numbers that need no other scale than 8."""
-        chunk, row = thread % (tile.dim // 8), thread // (tile.dim // 8)
-        at_once = min(tile.rows, tile.math_threads // (tile.dim // 8))
-        units = []
-        for first in range(0, tile.rows, at_once):
-            mine = [int(words[first // at_once * 4 + i]) for i in range(4)]
-            numbers = np.array(mine, np.int32).view(np.float16) * np.float16(8)
-            high = as_e4m3(numbers)
-            low = as_e4m3(numbers - E4M3[high])
-            to = shared + tile.places.queries + chunk // 2 * tile.query_pitch + chunk % 2 * 8
-            for part, found in enumerate((high, low)):
-                at = to + (first + row % at_once) * 16 + part * (tile.rows * 16)
-                self.block.shared[at : at + 8] = found
-            units.append(Float32(1 / 8))
-        return units
-
     def run(self):
         nothing = dict.fromkeys(("setmaxregister_increase", "setmaxregister_decrease"), lambda count: None)
         arch = {
@@ -265,7 +225,6 @@ class Call:
         code = code_of("cute_launch", self.block.ptx, arch)
         decode = code.Kernel.decode
         decode.__globals__["touch_constants"] = lambda *_: None
-        decode.__globals__["consume"].__globals__["load_queries"].__globals__["_store_split"] = self._store_split
         kernel = code.Kernel(self.tile)
         lanes.run(lambda warp, lane: kernel.decode(self.data), self.tile.threads, 0, 1)
 

@@ -59,7 +59,7 @@ class Call:
             output=at(0), output_row=rows * HEADS * dim * 2, output_head=dim * 2, lse=at(1), lse_row=rows * HEADS * 4,
             partial_out=at(2), partial_stats=at(3), reduce_info=at(4), sinks=at(5), work_info=at(6),
             sinks_are_16_bit=0, query_length=1, group=rows, per_group=np.float32(1 / rows), capacity=CAPACITY,
-            is_float16=1, num_sequences=SEQUENCES, rows_of_merge=4, rows_first=0, max_partitions=max_partitions,
+            is_float16=1, num_sequences=SEQUENCES, rows_first=0, max_partitions=max_partitions,
             cluster_bits=size.bit_length() - 1, back=2**31 - 1, ahead=1, task_steps=1,
         )  # fmt: skip
 
@@ -75,12 +75,10 @@ class Call:
         reduce = code_of("cute_reduce", self.cluster.ptx).reduce_sequences
 
         def one(warp, lane):
-            thread = Int32(warp * 32 + lane)
-            for first_row in range(2):
-                reduce(
-                    TILES[self.tile.dim, False], thread, Int32(0), Int32(SEQUENCE), SEQUENCES, Int32(first_row), 2,
-                    HEAD, self.data, False,
-                )  # fmt: skip
+            reduce(
+                TILES[self.tile.dim, False], lane, Int32(SEQUENCE), SEQUENCES, Int32(warp), REDUCE_THREADS // 32, HEAD,
+                self.data, False,
+            )  # fmt: skip
 
         lanes.run(one, REDUCE_THREADS, 0, 1)
         return self.found()

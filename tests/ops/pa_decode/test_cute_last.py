@@ -52,7 +52,7 @@ class Call:
             output=at(0), output_row=rows * HEADS * tile.dim * 2, output_head=tile.dim * 2, lse=at(1),
             lse_row=rows * HEADS * 4, partial_out=at(2), partial_stats=at(3), reduce_info=at(4), arrivals=at(5),
             sinks=at(6), sinks_are_16_bit=0, query_length=1, group=rows, per_group=np.float32(1 / rows),
-            capacity=capacity, is_float16=1, num_sequences=SEQUENCES, rows_of_merge=4,
+            capacity=capacity, is_float16=1, num_sequences=SEQUENCES,
         )  # fmt: skip
         self.stored, self.lock = Counter(), threading.Lock()
 
@@ -60,7 +60,6 @@ class Call:
         """Instructions of a block, whose threads store at different times before they arrive."""
         code = self.memory.ptx
         named = {6: threading.Barrier(MATH_THREADS, timeout=20)}
-        named |= {1 + group: threading.Barrier(REDUCE_THREADS, timeout=20) for group in range(2)}
 
         def sync(barrier, threads):
             assert named[int(barrier)].parties == threads
@@ -114,9 +113,8 @@ class Call:
 
         def one(warp, lane):
             reduce(
-                self.tile, Int32(warp * 32 + lane), Int32(0), Int32(SEQUENCE), SEQUENCES, Int32(0), 1, HEAD, self.data,
-                False,
-            )  # fmt: skip
+                self.tile, lane, Int32(SEQUENCE), SEQUENCES, Int32(warp), REDUCE_THREADS // 32, HEAD, self.data, False
+            )
 
         lanes.run(one, REDUCE_THREADS, 0, 1)
         found = self.output.copy(), self.lse.copy()

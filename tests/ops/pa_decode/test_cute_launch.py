@@ -111,9 +111,8 @@ def test_a_call_is_one_program_on_the_caller_s_own_tensors(call, launches):
     assert data.softmax_scale == 0.5 * made["softmax_scale"]
     assert (data.back, data.ahead) == (MOST, 1)
     assert launch.device is made["context_lengths"]
-    assert launch.numbers == (plan.capacity, 1, 2, 3, 3)
+    assert launch.numbers == (plan.capacity, 1, 2, 3, 12, 32)
     assert data.arrivals == 0
-    assert data.rows_of_merge == 4
     assert decode(made, launches)[1] == []
 
 
@@ -197,7 +196,7 @@ def test_a_plan_without_splits_takes_no_merge_and_no_scratch(call, launches):
     launch, host_ops = decode(made, launches)
     assert host_ops == []
     assert (launch.data.partial_out, launch.data.partial_stats) == (0, 0)
-    assert launch.numbers[-2:] == (0, 0)
+    assert launch.numbers[3:5] == (0, 0)
 
 
 @pytest.mark.parametrize(("partitions", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3)])
@@ -212,7 +211,7 @@ def test_clusters_hold_a_sequence_s_partitions_and_take_no_merge_and_no_scratch(
     assert (launch.data.partial_out, launch.data.partial_stats) == (0, 0)
     assert (launch.data.max_partitions, launch.data.cluster_bits) == (partitions, bits)
     # A cluster along the first dimension, and nothing after it.
-    assert launch.numbers == (1 << bits, 3, 2, 0, 0)
+    assert launch.numbers[:5] == (1 << bits, 3, 2, 0, 0)
     assert launch.data.rows_first == 0
 
 
@@ -221,7 +220,7 @@ def test_the_rule_takes_clusters_of_two_unless_it_must_not(call, launches, monke
     made["work_plan"] = plan_pa_decode(made["context_lengths"], 2, max_partitions=2)
     launch, _ = decode(made, launches)
     assert launch.tile.cluster
-    assert launch.numbers == (2, 3, 2, 0, 0)
+    assert launch.numbers[:5] == (2, 3, 2, 0, 0)
     monkeypatch.setenv("KVSCOUT_PA_CLUSTER_MERGE", "0")
     launch, _ = decode(made, launches)
     assert not launch.tile.cluster
@@ -231,7 +230,7 @@ def test_the_rule_takes_clusters_of_two_unless_it_must_not(call, launches, monke
     # Nor where no sequence can be split.
     launch, _ = decode(made, launches, max_context_length=128)
     assert not launch.tile.cluster
-    assert launch.numbers[3:] == (0, 0)
+    assert launch.numbers[3:5] == (0, 0)
 
 
 @pytest.mark.parametrize(("sequences", "heads", "query_length"), [(16, 2, 1), (5, 1, 9)])
@@ -246,7 +245,7 @@ def test_the_last_block_merges_where_most_sequences_are_not_split(
     # No second kernel, and counters that none of its others counts.
     assert launch.data.arrivals == plan.arrival_counters.data_ptr()
     assert launch.data.partial_out != 0
-    assert launch.numbers[2:] == (heads, 0, 0)
+    assert launch.numbers[2:5] == (heads, 0, 0)
     tile = launch.tile
     _launch_with(made, merge="kernel")
     launch = launches.pop()
@@ -254,24 +253,28 @@ def test_the_last_block_merges_where_most_sequences_are_not_split(
     assert launch.numbers[3] > 0
     # Nothing arrives where nothing is split, nor where merges in a tile are turned off.
     launch, _ = decode(made, launches, max_context_length=128)
-    assert (launch.data.arrivals, launch.data.partial_out, launch.numbers[3:]) == (0, 0, (0, 0))
+    assert (launch.data.arrivals, launch.data.partial_out, launch.numbers[3:5]) == (0, 0, (0, 0))
     monkeypatch.setenv("KVSCOUT_PA_CLUSTER_MERGE", "0")
     launch, _ = decode(made, launches)
     assert launch.data.arrivals == 0
     assert launch.numbers[3] > 0
 
 
-def test_many_rows_are_merged_by_fewer_thread_blocks(call, launches):
-    for lengths, heads, rows, grid in (
-        ((9,) * 4, 1, 4, (4, 4)), ((1,) * 600, 1, 4, (528, 1)), ((1,) * 1000, 2, 4, (264, 1)),
+def test_a_merge_has_as_many_warps_as_it_has_work_for(call, launches):
+    for lengths, heads, grid in (
+        # A warp for each row: on a multiprocessor of its own, or four in a block.
+        ((9,) * 4, 1, (4, 16, 32)), ((9,) * 20, 1, (20, 4, 128)),
+        # No more blocks than would find little to do.
+        ((1,) * 600, 1, (528, 1, 128)), ((1,) * 1000, 2, (264, 1, 128)),
     ):  # fmt: skip
         _launch_with(call(lengths=lengths, group=16, kv_heads=heads), merge="kernel")
-        launch = launches.pop()
-        assert (launch.data.rows_of_merge, launch.numbers[-2:]) == (rows, grid)
-    made = call(lengths=(9000,) * 4, group=16, kv_heads=1)
-    made["work_plan"] = plan_pa_decode(made["context_lengths"], 1, max_partitions=16, workgroup_budget=32)
-    launch, _ = decode(made, launches)
-    assert (launch.data.rows_of_merge, launch.numbers[-2:]) == (1, (4, 16))
+        assert launches.pop().numbers[-3:] == grid
+    # Rows of many partial results are four warps' each.
+    for sequences, grid in ((2, (2, 64, 32)), (4, (4, 16, 128))):
+        made = call(lengths=(9000,) * sequences, group=16, kv_heads=1)
+        made["work_plan"] = plan_pa_decode(made["context_lengths"], 1, max_partitions=16, workgroup_budget=32)
+        launch, _ = decode(made, launches)
+        assert launch.numbers[-3:] == grid
 
 
 @pytest.mark.parametrize("kind", ["key", "value", "both"])

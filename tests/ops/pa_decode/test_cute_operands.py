@@ -16,7 +16,7 @@ from kvscout.ops.pa_decode.cute_tile import STEP, Tile
 from kvscout.ops.pa_decode.variants import cute_wgmma
 from tests.ops.mqa_logits import lanes
 from tests.ops.mqa_logits.lanes import Int32
-from tests.ops.pa_decode.device import NAN, Int64, Memory, code_of
+from tests.ops.pa_decode.device import E4M3, NAN, Int64, Memory, code_of
 
 HEADS, HEAD = 2, 1
 FIRST_STEP = 1
@@ -107,30 +107,84 @@ class Loaded:
         return self.lowest <= token < self.highest
 
 
-# One that is too small keeps its sign: what hides a score takes it from another row's.
-@pytest.mark.parametrize(("scale", "row_scale"), [(0.5, 0.5), (-(2.0**-130), -(2.0**-125)), (0.0, 2.0**-125)])
-@pytest.mark.parametrize("rows", [16, 32])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_queries_are_the_other_operand_of_the_scores(dim, rows, scale, row_scale):
-    group, heads = 11, 2
-    tile = Tile("bf16", 128, rows, 1, dim=dim)
-    queries = np.random.default_rng(dim).integers(1, 2**15, (3, group * heads, dim), np.int16)
+def loaded_queries(tile, queries, scale, is_float16):
+    """Shared memory once the queries of the second KV head of the last of some sequences have been loaded."""
+    group = queries.shape[1] // 2
     memory = Memory(tile.places.size, [queries])
     data = SimpleNamespace(
         query=memory.address(0), query_row=queries.strides[0], query_head=queries.strides[1], query_length=1,
         group=group, per_group=np.float32(1 / group), softmax_scale=np.float32(scale), back=Int32(1), ahead=Int32(1),
+        is_float16=is_float16, key_scale=0, keys_by_token=0, key_scale_head=0,
     )  # fmt: skip
-    work = SimpleNamespace(sequence=2, kv_head=1, first_row=Int32(0), context=Int32(700))
-    load = code_of("cute_queries", memory.ptx).load_queries
-    lanes.run(lambda warp, lane: load(tile, Int32(warp * 32 + lane), Int32(0), data, work), 256, 0, 1)
+    work = SimpleNamespace(sequence=len(queries) - 1, kv_head=1, first_row=Int32(0), context=Int32(700))
+    ptx = memory.ptx
+    ptx.arrive = lambda barrier, threads: None
+    load = code_of("cute_queries", ptx).load_queries
+    lanes.run(
+        lambda warp, lane: load(tile, Int32(warp * 32 + lane), Int32(0), data, work), tile.math_threads, 0, 1
+    )  # fmt: skip
+    bounds = memory.shared[tile.places.bounds : tile.places.bounds + 8 * tile.rows].view(np.int32)
+    assert (bounds.reshape(tile.rows, 2) == (699, 700)).all()
+    return memory
+
+
+def check_stores(memory, tile, size):
+    """Whether what lanes store at once, ``size`` bytes each, takes all banks once: 128 bytes of them at a time."""
     places = tile.places
-    found = memory.shared[places.queries : places.queries + rows * dim * 2].view(np.int16)
+    for warp in range(tile.math_threads // 32):
+        of_lanes = [
+            [at for at in memory.stores[warp, lane] if places.queries <= at < places.own] for lane in range(32)
+        ]  # fmt: skip
+        assert all(of_lanes)
+        for at_once in zip(*of_lanes, strict=True):
+            for first in range(0, 32, 128 // size):
+                assert len({at % 128 // size for at in at_once[first : first + 128 // size]}) == 128 // size
+
+
+# One that is too small keeps its sign: what hides a score takes it from another row's.
+@pytest.mark.parametrize(("scale", "row_scale"), [(0.5, 0.5), (-(2.0**-130), -(2.0**-125)), (0.0, 2.0**-125)])
+@pytest.mark.parametrize(("dim", "rows"), [(64, 16), (64, 32), (128, 16), (128, 32), (128, 64), (256, 16), (256, 32)])
+def test_queries_are_the_other_operand_of_the_scores(dim, rows, scale, row_scale):
+    group = 11
+    tile = Tile("bf16", 128, rows, 1 if rows < 64 else 2, dim=dim, by_rows=rows == 64)
+    queries = np.random.default_rng(dim).integers(1, 2**15, (3, 2 * group, dim), np.int16)
+    memory, places = loaded_queries(tile, queries, scale, 0), tile.places
+    check_stores(memory, tile, 16)
+    found = memory.shared[places.queries : places.own].view(np.int16).reshape(dim // 8, -1)[:, : 8 * rows]
     by_row = found.reshape(dim // 8, rows, 8).transpose(1, 0, 2).reshape(rows, dim)
     assert (by_row[:group] == queries[2, group:]).all()
     scales = memory.shared[places.row_scales : places.row_scales + 4 * rows].view(np.float32)
     assert (scales == row_scale).all()
-    bounds = memory.shared[places.bounds : places.bounds + 8 * rows].view(np.int32).reshape(rows, 2)
-    assert (bounds == (699, 700)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile("e4m3", 128, 16, 2),
+        Tile("e4m3", 128, 16, 1, blocks=4, value_stages=1, warpgroups=1),
+        Tile("e4m3", 128, 16, 2, dim=64),
+        Tile("e4m3", 128, 16, 2, dim=256),
+        Tile("e4m3", 128, 32, 2),
+        Tile("e4m3", 128, 64, 2, by_rows=True),
+        Tile("e4m3", 128, 64, 2, token_scales=True),
+    ],
+    ids=lambda tile: getattr(tile, "name", None),
+)
+def test_queries_are_sums_of_two_e4m3_numbers_times_a_scale(tile, dtype):
+    group, rows, dim = 11, tile.rows, tile.dim
+    # As many bits as such a sum has, in rows of other magnitudes.
+    wanted = torch.randint(-127, 128, (3, 2 * group, dim), generator=torch.Generator().manual_seed(dim)).double()
+    wanted = wanted * 2.0 ** -torch.arange(2 * group)[:, None]
+    queries = wanted.to(dtype).view(torch.int16).numpy()
+    memory, places = loaded_queries(tile, queries, 0.5, int(dtype == torch.float16)), tile.places
+    check_stores(memory, tile, 8)
+    pieces = memory.shared[places.queries : places.own].reshape(dim // 16, -1)[:, : 2 * 16 * rows]
+    high, low = E4M3[pieces].reshape(dim // 16, 2, rows, 16).transpose(1, 2, 0, 3).reshape(2, rows, dim)
+    scales = memory.shared[places.row_scales : places.row_scales + 4 * rows].view(np.float32)
+    assert (np.abs(high[:group]).max(1) >= 128).all()
+    assert (np.abs(low) <= 8).all()
+    assert ((high + low)[:group] * scales[:group, None] == wanted[2, group:].numpy() / 2).all()
 
 
 def tokens_of(tile, group):

@@ -48,7 +48,7 @@ class Outputs:
             output=at(0), output_row=GROUP * HEADS * tile.dim * 2, output_head=tile.dim * 2, lse=at(1),
             lse_row=GROUP * HEADS * 4, partial_out=at(2), partial_stats=at(3), reduce_info=at(4), sinks=0,
             query_length=1, group=GROUP, per_group=np.float32(1 / GROUP), capacity=CAPACITY, is_float16=1,
-            num_sequences=2, rows_of_merge=4,
+            num_sequences=2,
         )  # fmt: skip
 
     def merge_warpgroups(self, tile, partitions):
@@ -127,12 +127,13 @@ class Outputs:
     def reduce(self, tile):
         reduce = code_of("cute_reduce", self.memory.ptx).reduce_sequences
 
+        # Two blocks' warps, one block after the other.
+        warps = REDUCE_THREADS // 32
+
         def one(warp, lane):
-            for first_row in range(2):
-                reduce(
-                    tile, Int32(warp * 32 + lane), Int32(0), Int32(SEQUENCE), 2, Int32(first_row), 2, HEAD, self.data,
-                    tile.blocks > 1,
-                )  # fmt: skip
+            for block in range(2):
+                first = Int32(block * warps + warp)
+                reduce(tile, lane, Int32(SEQUENCE), 2, first, 2 * warps, HEAD, self.data, tile.blocks > 1)
 
         lanes.run(one, REDUCE_THREADS, 0, 1)
 
@@ -223,11 +224,9 @@ def test_a_merge_lets_the_next_kernel_begin(count, is_late, wanted):
     reduce = code_of("cute_reduce", ptx, arch).reduce_sequences
 
     def one(warp, lane):
-        reduce(
-            tile, Int32(warp * 32 + lane), Int32(0), Int32(0), Int32(1), Int32(0), 1, HEAD, outputs.data, is_late,
-        )  # fmt: skip
+        reduce(tile, lane, Int32(0), Int32(1), Int32(0), 1, HEAD, outputs.data, is_late)
 
-    lanes.run(one, REDUCE_THREADS, 0, 1)
+    lanes.run(one, 32, 0, 1)
     assert events == wanted
 
 

@@ -169,4 +169,4 @@ def test_few_visible_tokens_beside_a_sink_get_finer_terms(visible):
 def test_one_lane_is_enough_where_some_row_does_not_see_a_whole_step(token, least):
     code = code_of("cute_math", instructions())
     work = SimpleNamespace(all_low=1, all_high=387)
-    assert code._least(TILE, token, work) == least
+    assert code._least(token, work) == least

@@ -98,7 +98,8 @@ def test_shared_memory_holds_everything_apart_and_aligned(tile):
     places = tile.places
     keys, values = tile.stages * tile.stage_bytes, tile.value_stages * tile.stage_bytes
     assert (places.keys, places.values, places.queries) == (0, keys, keys + values)
-    assert tile.rows * tile.dim * 2 == tile.query_pitch * tile.chunks
+    assert places.own == places.queries + tile.query_pitch * tile.chunks
+    assert tile.query_pitch > tile.probability_pitch == 16 * tile.rows * 2 // tile.element_bytes
     begins = [place for name, place in zip(places._fields, places, strict=True) if name != "size"]
     assert begins == sorted(begins)
     assert all(place % 16 == 0 for place in places)
