@@ -23,7 +23,7 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
     # A row past the last reads one that is there, and what becomes of it is not stored.
     position, in_group = place_of(data, work.first_row + row)
     position = cutlass.min(position, data.query_length - 1)
-    words = cute.make_rmem_tensor((tile.dim // threads // 2,), Int32)
+    words = cute.make_rmem_tensor((4 * tile.query_parts,), Int32)
     _load(tile, place, position, in_group, words, data, work)
     if cutlass.const_expr(tile.by_rows):
         ptx.arrive(ASKED_BARRIER, tile.math_threads + LOAD_THREADS)
@@ -40,7 +40,7 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
         unit = _store_split(tile, row, place, words, shared, data)
     else:
         at = shared + places.queries + place * tile.query_pitch + row * 16
-        for part in cutlass.range_constexpr(tile.dim // (threads * ELEMENTS)):
+        for part in cutlass.range_constexpr(tile.query_parts):
             piece = [words[4 * part + i] for i in range(4)]
             ptx.shared_store(at + part * (threads * tile.query_pitch), piece)
     row_scale = data.softmax_scale * scale * unit
@@ -65,14 +65,13 @@ def _load(tile: cutlass.Constexpr[Tile], place, position, in_group, words, data,
     head = Int64(work.kv_head * data.group + in_group)
     from_ = data.query + at * data.query_row + head * data.query_head + Int64(place * (2 * ELEMENTS))
     step = tile.query_threads * (2 * ELEMENTS)
-    parts = tile.dim * 2 // step
     if ((data.query | data.query_row | data.query_head) & 15) == 0:
-        for part in cutlass.range_constexpr(parts):
+        for part in cutlass.range_constexpr(tile.query_parts):
             found = ptx.load(from_ + part * step, Int32, 4)
             for i in cutlass.range_constexpr(4):
                 words[4 * part + i] = found[i]
     else:
-        for part in cutlass.range_constexpr(parts):
+        for part in cutlass.range_constexpr(tile.query_parts):
             for i in cutlass.range_constexpr(4):
                 low = ptx.load_16(from_ + (part * step + 4 * i))
                 words[4 * part + i] = low | (ptx.load_16(from_ + (part * step + 4 * i + 2)) << 16)
@@ -84,18 +83,17 @@ def _store_split(tile: cutlass.Constexpr[Tile], row, place, words, shared, data)
 
     A power of two brings the row's largest element into [128, 256).
     """
-    threads = tile.query_threads
-    count = tile.dim // threads // 2
-    x = cute.make_rmem_tensor((2 * count,), Float32)
+    threads, elements = tile.query_threads, ELEMENTS * tile.query_parts
+    x = cute.make_rmem_tensor((elements,), Float32)
     # The other of the two would take longer than all else here.
     if data.is_float16 != 0:
-        for i in cutlass.range_constexpr(count):
+        for i in cutlass.range_constexpr(elements // 2):
             x[2 * i], x[2 * i + 1] = ptx.unpack_float16(words[i])
     else:
-        for i in cutlass.range_constexpr(count):
+        for i in cutlass.range_constexpr(elements // 2):
             x[2 * i], x[2 * i + 1] = ptx.unpack_bfloat16(words[i])
     largest = Float32(LEAST_MAGNITUDE)
-    for i in cutlass.range_constexpr(2 * count):
+    for i in cutlass.range_constexpr(elements):
         largest = ptx.maximum(largest, ptx.magnitude(x[i]))
     for distance in cutlass.range_constexpr(threads.bit_length() - 1):
         largest = ptx.maximum(largest, ptx.exchange(largest, 1 << distance))
@@ -103,7 +101,7 @@ def _store_split(tile: cutlass.Constexpr[Tile], row, place, words, shared, data)
     up = ptx.float_of((Int32(261) - exponent) << 23)
     # Two threads share 16 bytes.
     at = shared + tile.places.queries + (place >> 1) * tile.query_pitch + ((place & 1) * ELEMENTS + row * 16)
-    for part in cutlass.range_constexpr(count * 2 // ELEMENTS):
+    for part in cutlass.range_constexpr(tile.query_parts):
         fours = [[x[ELEMENTS * part + 4 * half + i] * up for i in range(4)] for half in range(2)]
         highs, lows = zip(*[ptx.split(four, (0,), 2) for four in fours], strict=True)
         to = at + part * (threads // 2 * tile.query_pitch)

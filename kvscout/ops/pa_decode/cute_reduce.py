@@ -20,10 +20,11 @@ from .cute_softmax import LOG2E, NOTHING
 from .cute_tile import COUNTERS, REDUCE_FEW, REDUCE_PARTS, Tile
 from .cute_work import output_of, partitions_of
 
-CHAINS = 4
+CHAINS = REDUCE_PARTS
+"""As many as parts of a row, so that a warp has all chains of a part."""
 PART_BITS = REDUCE_PARTS.bit_length() - 1
-PART_LANES = 32 // REDUCE_PARTS
-"""Lanes that share a part of a row; as many others have another chain of it each."""
+PART_LANES = 32 // CHAINS
+"""Lanes that share a chain of a part."""
 PAST_L1 = ".cg"
 
 
@@ -233,9 +234,8 @@ def _weights(stats: Sequence[Any], top: Any) -> list[Any]:
 @cute.jit
 def _add_chunk(acc, parts, weights, chain):
     """Add a chain's partial results of a chunk to ``acc``."""
-    per_lane = 32 // CHAINS
     for i in cutlass.range_constexpr(len(parts)):
-        factor = ptx.from_lane(weights[i // per_lane], chain + (i % per_lane) * CHAINS, Float32)
+        factor = ptx.from_lane(weights[i // PART_LANES], chain + (i % PART_LANES) * CHAINS, Float32)
         for z in cutlass.range_constexpr(len(parts[0])):
             acc[z] = ptx.multiply_add(parts[i][z], factor, acc[z])
 

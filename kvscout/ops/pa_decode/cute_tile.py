@@ -374,6 +374,11 @@ class Tile:
         return min(self.dim // ELEMENTS, self.math_threads // self.rows)
 
     @property
+    def query_parts(self) -> int:
+        """Pieces of 16 bytes of a row that each of them loads."""
+        return self.dim // ELEMENTS // self.query_threads
+
+    @property
     def query_pitch(self) -> int:
         """Bytes from a 16-byte piece of queries to the next: so many more that a warp's stores meet no bank twice."""
         at_once = 128 // (ELEMENTS * self.element_bytes)

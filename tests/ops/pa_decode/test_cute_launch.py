@@ -196,7 +196,7 @@ def test_a_plan_without_splits_takes_no_merge_and_no_scratch(call, launches):
     launch, host_ops = decode(made, launches)
     assert host_ops == []
     assert (launch.data.partial_out, launch.data.partial_stats) == (0, 0)
-    assert launch.numbers[3:5] == (0, 0)
+    assert launch.numbers[3:] == (0, 0, 32)
 
 
 @pytest.mark.parametrize(("partitions", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3)])
@@ -211,7 +211,7 @@ def test_clusters_hold_a_sequence_s_partitions_and_take_no_merge_and_no_scratch(
     assert (launch.data.partial_out, launch.data.partial_stats) == (0, 0)
     assert (launch.data.max_partitions, launch.data.cluster_bits) == (partitions, bits)
     # A cluster along the first dimension, and nothing after it.
-    assert launch.numbers[:5] == (1 << bits, 3, 2, 0, 0)
+    assert launch.numbers == (1 << bits, 3, 2, 0, 0, 32)
     assert launch.data.rows_first == 0
 
 
@@ -220,7 +220,7 @@ def test_the_rule_takes_clusters_of_two_unless_it_must_not(call, launches, monke
     made["work_plan"] = plan_pa_decode(made["context_lengths"], 2, max_partitions=2)
     launch, _ = decode(made, launches)
     assert launch.tile.cluster
-    assert launch.numbers[:5] == (2, 3, 2, 0, 0)
+    assert launch.numbers == (2, 3, 2, 0, 0, 32)
     monkeypatch.setenv("KVSCOUT_PA_CLUSTER_MERGE", "0")
     launch, _ = decode(made, launches)
     assert not launch.tile.cluster
@@ -230,7 +230,7 @@ def test_the_rule_takes_clusters_of_two_unless_it_must_not(call, launches, monke
     # Nor where no sequence can be split.
     launch, _ = decode(made, launches, max_context_length=128)
     assert not launch.tile.cluster
-    assert launch.numbers[3:5] == (0, 0)
+    assert launch.numbers[3:] == (0, 0, 32)
 
 
 @pytest.mark.parametrize(("sequences", "heads", "query_length"), [(16, 2, 1), (5, 1, 9)])
@@ -245,7 +245,7 @@ def test_the_last_block_merges_where_most_sequences_are_not_split(
     # No second kernel, and counters that none of its others counts.
     assert launch.data.arrivals == plan.arrival_counters.data_ptr()
     assert launch.data.partial_out != 0
-    assert launch.numbers[2:5] == (heads, 0, 0)
+    assert launch.numbers[2:] == (heads, 0, 0, 32)
     tile = launch.tile
     _launch_with(made, merge="kernel")
     launch = launches.pop()
@@ -253,7 +253,7 @@ def test_the_last_block_merges_where_most_sequences_are_not_split(
     assert launch.numbers[3] > 0
     # Nothing arrives where nothing is split, nor where merges in a tile are turned off.
     launch, _ = decode(made, launches, max_context_length=128)
-    assert (launch.data.arrivals, launch.data.partial_out, launch.numbers[3:5]) == (0, 0, (0, 0))
+    assert (launch.data.arrivals, launch.data.partial_out, launch.numbers[3:]) == (0, 0, (0, 0, 32))
     monkeypatch.setenv("KVSCOUT_PA_CLUSTER_MERGE", "0")
     launch, _ = decode(made, launches)
     assert launch.data.arrivals == 0
