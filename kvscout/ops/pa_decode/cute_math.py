@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from ...kernels.cute import ptx
 from .cute_outputs import merge_warpgroups
 from .cute_queries import load_queries, span_of
-from .cute_scores import first_token, hidden_score, mask, scale_rows, score
+from .cute_scores import first_token, mask, scale_rows, score
 from .cute_softmax import (
     BELOW,
     GROUP_BARRIER,
@@ -90,10 +90,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
             ptx.barrier_arrive(empty_keys + 8 * stage)
         token = (work.first_step + i) * STEP
         if is_seen_in_part(token, work):
-            hidden = -Float32.inf
-            if cutlass.const_expr(not tile.token_scales):
-                hidden = hidden_score(row_scales[0])
-            mask(tile, scores, hidden, token + first_token(tile, group, warp, lane), lane, shared)
+            mask(tile, scores, token + first_token(tile, group, warp, lane), lane, shared)
         if cutlass.const_expr(tile.value_stages == tile.stages):
             value_stage, value_phase = stage, phase
         # Tops cost an exchange between all threads, which most steps can do without: those of a step before serve.

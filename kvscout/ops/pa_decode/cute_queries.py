@@ -11,13 +11,18 @@ from .cute_work import key_scale, place_of, visible
 # A row of zeros needs some scale.
 LEAST_MAGNITUDE = 1e-30
 
-# What multiplies scores is not 0, as some are infinite; it has one sign for all rows.
+# What multiplies scores is not 0, as some are infinite.
 LEAST_SCALE = 2.0**-125
+SIGN, BOTH_SIGNS = -(1 << 31), 0x8000 - (1 << 31)
+"""Sign bits of a float32, and of two 16-bit floats."""
 
 
 @cute.jit
 def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
-    """Bring the block's query rows to shared memory, with what each row sees and what its scores are multiplied by."""
+    """Bring the block's query rows to shared memory, with what each row sees and what its scores are multiplied by.
+
+    That is not negative, so that the largest product has the largest score: queries take its sign.
+    """
     places, threads = tile.places, tile.query_threads
     row, place = (thread >> (threads.bit_length() - 1)) & (tile.rows - 1), thread & (threads - 1)
     # A row past the last reads one that is there, and what becomes of it is not stored.
@@ -35,18 +40,20 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
     if place == 0:
         low, high = visible(data, work.context, position)
         ptx.shared_store(shared + places.bounds + row * 8, [low, high])
-    unit = Float32(1.0)
+    scale = data.softmax_scale * scale
+    is_negative = ptx.bits_of(scale) >> 31
+    row_scale = ptx.magnitude(scale)
     if cutlass.const_expr(tile.is_e4m3):
-        unit = _store_split(tile, row, place, words, shared, data)
+        row_scale = row_scale * _store_split(tile, row, place, words, is_negative & SIGN, shared, data)
     else:
+        signs = is_negative & BOTH_SIGNS
         at = shared + places.queries + place * tile.query_pitch + row * 16
         for part in cutlass.range_constexpr(tile.query_parts):
-            piece = [words[4 * part + i] for i in range(4)]
+            piece = [words[4 * part + i] ^ signs for i in range(4)]
             ptx.shared_store(at + part * (threads * tile.query_pitch), piece)
-    row_scale = data.softmax_scale * scale * unit
     if cutlass.const_expr(not tile.token_scales):
-        if ptx.magnitude(row_scale) < Float32(LEAST_SCALE):
-            row_scale = ptx.sign(row_scale) * Float32(LEAST_SCALE)
+        if row_scale < Float32(LEAST_SCALE):
+            row_scale = Float32(LEAST_SCALE)
     if place == 0:
         ptx.shared_store(shared + places.row_scales + row * 4, [row_scale], Float32)
 
@@ -78,10 +85,10 @@ def _load(tile: cutlass.Constexpr[Tile], place, position, in_group, words, data,
 
 
 @cute.jit
-def _store_split(tile: cutlass.Constexpr[Tile], row, place, words, shared, data):
+def _store_split(tile: cutlass.Constexpr[Tile], row, place, words, sign, shared, data):
     """Store this thread's elements of a row as two e4m3 numbers each; what the row's scores are to be multiplied by.
 
-    A power of two brings the row's largest element into [128, 256).
+    A power of two brings the row's largest element into [128, 256); ``sign`` is a sign bit that all elements change by.
     """
     threads, elements = tile.query_threads, ELEMENTS * tile.query_parts
     x = cute.make_rmem_tensor((elements,), Float32)
@@ -98,7 +105,7 @@ def _store_split(tile: cutlass.Constexpr[Tile], row, place, words, shared, data)
     for distance in cutlass.range_constexpr(threads.bit_length() - 1):
         largest = ptx.maximum(largest, ptx.exchange(largest, 1 << distance))
     exponent = (ptx.bits_of(largest) >> 23) & 255
-    up = ptx.float_of((Int32(261) - exponent) << 23)
+    up = ptx.float_of(((Int32(261) - exponent) << 23) | sign)
     # Two threads share 16 bytes.
     at = shared + tile.places.queries + (place >> 1) * tile.query_pitch + ((place & 1) * ELEMENTS + row * 16)
     for part in cutlass.range_constexpr(tile.query_parts):

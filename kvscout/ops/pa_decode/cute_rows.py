@@ -16,7 +16,6 @@ from cutlass import Float32, Int32, Int64
 from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
 from .cute_queries import load_queries, span_of
-from .cute_scores import hidden_score
 from .cute_softmax import GROUP_BARRIER, LARGE, LOG2E, MOST_16_BIT, NOTHING, below
 from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
@@ -81,8 +80,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     while i < work.steps:
         token = (work.first_step + i) * STEP
         if is_seen_in_part(token, work):
-            hidden = hidden_score(row_scales[0])
-            _mask(tile, scores, hidden, first_row, token + 2 * (lane & 3), shared)
+            _mask(tile, scores, first_row, token + 2 * (lane & 3), shared)
         _find_probabilities(tile, scores, row_scales, references, sums, outputs, operands, i >= WARPGROUPS)
         values, used = shared + places.own + group * tile.own_bytes, empty_wide
         if cutlass.const_expr(tile.widens):
@@ -172,8 +170,8 @@ def _score(tile: cutlass.Constexpr[Tile], scores, stage, shared):
 
 
 @cute.jit
-def _mask(tile: cutlass.Constexpr[Tile], scores, hidden, first_row, token, shared):
-    """``hidden`` where a row does not see a token; ``token`` and ``first_row`` are this thread's first ones."""
+def _mask(tile: cutlass.Constexpr[Tile], scores, first_row, token, shared):
+    """Scores of -inf where a row does not see a token; ``token`` and ``first_row`` are this thread's first ones."""
     at = shared + tile.places.bounds + first_row * 8
     bounds = [ptx.shared_load(at + 64 * row, Int32, 2) for row in range(2)]
     for half in cutlass.range_constexpr(2):
@@ -185,7 +183,7 @@ def _mask(tile: cutlass.Constexpr[Tile], scores, hidden, first_row, token, share
                     if at < bounds[row][0] or at >= bounds[row][1]:
                         is_hidden = Int32(1)
                     place = _place(tile, half, pair, row, e)
-                    scores[place] = ptx.select(is_hidden, hidden, scores[place])
+                    scores[place] = ptx.select(is_hidden, -Float32.inf, scores[place])
 
 
 def _places(tile: Tile, row: int) -> list[list[int]]:
@@ -257,10 +255,10 @@ def _find_tops(tile: cutlass.Constexpr[Tile], scores, row_scales):
     """The step's top of each of this thread's rows, of scores that ``row_scales`` are still to multiply, if any."""
     tops = []
     for row in cutlass.range_constexpr(2):
-        scaled = [[scores[place] for place in chain] for chain in _places(tile, row)]
+        chains = [[scores[place] for place in chain] for chain in _places(tile, row)]
+        most = functools.reduce(ptx.maximum, [functools.reduce(ptx.maximum, chain) for chain in chains])
         if cutlass.const_expr(row_scales is not None):
-            scaled = [[score * row_scales[row] for score in chain] for chain in scaled]
-        most = functools.reduce(ptx.maximum, [functools.reduce(ptx.maximum, chain) for chain in scaled])
+            most = most * row_scales[row]
         for distance in cutlass.range_constexpr(2):
             most = ptx.maximum(most, ptx.exchange(most, 1 << distance))
         tops.append(below(ptx.maximum(most, Float32(NOTHING)), BELOW))

@@ -62,17 +62,8 @@ def scale_rows(tile: cutlass.Constexpr[Tile], scores, row_scales):
 
 
 @cute.jit
-def hidden_score(scale_of_scores):
-    """The score of a token that a row does not see: -inf when it has been multiplied."""
-    is_negative = Int32(0)
-    if scale_of_scores < Float32(0.0):
-        is_negative = Int32(1)
-    return ptx.select(is_negative, Float32.inf, -Float32.inf)
-
-
-@cute.jit
-def mask(tile: cutlass.Constexpr[Tile], scores, hidden, token, lane, shared):
-    """Scores of ``hidden`` where a row does not see a token; ``token`` is this thread's first one."""
+def mask(tile: cutlass.Constexpr[Tile], scores, token, lane, shared):
+    """Scores of -inf where a row does not see a token; ``token`` is this thread's first one."""
     own = tile.own_columns
     for j in cutlass.range_constexpr(tile.rows // 8):
         bounds = ptx.shared_load(shared + tile.places.bounds + (8 * j + 2 * (lane & 3)) * 8, Int32, 4)
@@ -83,4 +74,4 @@ def mask(tile: cutlass.Constexpr[Tile], scores, hidden, token, lane, shared):
                 if at < bounds[2 * e] or at >= bounds[2 * e + 1]:
                     is_hidden = Int32(1)
                 place = i * own + 2 * j + e
-                scores[place] = ptx.select(is_hidden, hidden, scores[place])
+                scores[place] = ptx.select(is_hidden, -Float32.inf, scores[place])

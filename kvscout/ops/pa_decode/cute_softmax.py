@@ -78,9 +78,10 @@ def find_largest(tile: cutlass.Constexpr[Tile], scores, row_scales, largest, gro
         of_thread = []
         for c in cutlass.range_constexpr(4):
             column = [scores[i * own + 4 * quad + c] for i in range(2 * tile.halves)]
+            most = functools.reduce(ptx.maximum, column)
             if cutlass.const_expr(row_scales is not None):
-                column = [score * row_scales[4 * quad + c] for score in column]
-            of_thread.append(functools.reduce(ptx.maximum, column))
+                most = most * row_scales[4 * quad + c]
+            of_thread.append(most)
         most = fold(of_thread, ptx.maximum, lane)
         if lane < 16:
             to = at + warp * per_warp + columns_at(quad, lane) + folded_column(lane) * 4

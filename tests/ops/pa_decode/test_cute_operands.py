@@ -141,8 +141,7 @@ def check_stores(memory, tile, size):
                 assert len({at % 128 // size for at in at_once[first : first + 128 // size]}) == 128 // size
 
 
-# One that is too small keeps its sign: what hides a score takes it from another row's.
-@pytest.mark.parametrize(("scale", "row_scale"), [(0.5, 0.5), (-(2.0**-130), -(2.0**-125)), (0.0, 2.0**-125)])
+@pytest.mark.parametrize(("scale", "row_scale"), [(0.5, 0.5), (-0.5, 0.5), (-(2.0**-130), 2.0**-125), (0.0, 2.0**-125)])
 @pytest.mark.parametrize(("dim", "rows"), [(64, 16), (64, 32), (128, 16), (128, 32), (128, 64), (256, 16), (256, 32)])
 def test_queries_are_the_other_operand_of_the_scores(dim, rows, scale, row_scale):
     group = 11
@@ -152,12 +151,14 @@ def test_queries_are_the_other_operand_of_the_scores(dim, rows, scale, row_scale
     check_stores(memory, tile, 16)
     found = memory.shared[places.queries : places.own].view(np.int16).reshape(dim // 8, -1)[:, : 8 * rows]
     by_row = found.reshape(dim // 8, rows, 8).transpose(1, 0, 2).reshape(rows, dim)
-    assert (by_row[:group] == queries[2, group:]).all()
+    # Queries take the scale's sign.
+    signs = np.int16(-(2**15) if scale < 0 else 0)
+    assert (by_row[:group] == queries[2, group:] ^ signs).all()
     scales = memory.shared[places.row_scales : places.row_scales + 4 * rows].view(np.float32)
     assert (scales == row_scale).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 0.5), (torch.bfloat16, 0.5), (torch.bfloat16, -0.25)])
 @pytest.mark.parametrize(
     "tile",
     [
@@ -171,20 +172,21 @@ def test_queries_are_the_other_operand_of_the_scores(dim, rows, scale, row_scale
     ],
     ids=lambda tile: getattr(tile, "name", None),
 )
-def test_queries_are_sums_of_two_e4m3_numbers_times_a_scale(tile, dtype):
+def test_queries_are_sums_of_two_e4m3_numbers_times_a_scale(tile, dtype, scale):
     group, rows, dim = 11, tile.rows, tile.dim
     # As many bits as such a sum has, in rows of other magnitudes.
     wanted = torch.randint(-127, 128, (3, 2 * group, dim), generator=torch.Generator().manual_seed(dim)).double()
     wanted = wanted * 2.0 ** -torch.arange(2 * group)[:, None]
     queries = wanted.to(dtype).view(torch.int16).numpy()
-    memory, places = loaded_queries(tile, queries, 0.5, int(dtype == torch.float16)), tile.places
+    memory, places = loaded_queries(tile, queries, scale, int(dtype == torch.float16)), tile.places
     check_stores(memory, tile, 8)
     pieces = memory.shared[places.queries : places.own].reshape(dim // 16, -1)[:, : 2 * 16 * rows]
     high, low = E4M3[pieces].reshape(dim // 16, 2, rows, 16).transpose(1, 2, 0, 3).reshape(2, rows, dim)
     scales = memory.shared[places.row_scales : places.row_scales + 4 * rows].view(np.float32)
     assert (np.abs(high[:group]).max(1) >= 128).all()
     assert (np.abs(low) <= 8).all()
-    assert ((high + low)[:group] * scales[:group, None] == wanted[2, group:].numpy() / 2).all()
+    assert (scales > 0).all()
+    assert ((high + low)[:group] * scales[:group, None] == wanted[2, group:].numpy() * scale).all()
 
 
 def tokens_of(tile, group):
