@@ -11,6 +11,7 @@ from cutlass import Int32, Int64
 
 from ...kernels.cute import ptx
 from .cute_tile import ASKED_BARRIER, LOAD_THREADS, STEP, Tile
+from .cute_work import stages_of
 
 
 @cute.jit
@@ -30,7 +31,7 @@ def produce(tile: cutlass.Constexpr[Tile], warp, lane, shared, data, work):
     target = shared + places.keys + is_values * (places.values - places.keys)
     full = shared + places.full_keys + is_values * (places.full_values - places.full_keys)
     empty = shared + places.empty_keys + is_values * (places.empty_values - places.empty_keys)
-    stages = tile.stages
+    stages = stages_of(tile, work)
     if cutlass.const_expr(tile.value_stages != tile.stages):
         stages = tile.stages + is_values * (tile.value_stages - tile.stages)
     # Which page of the warp's a lane copies from, and which part of it.

@@ -25,7 +25,7 @@ from .cute_softmax import (
 )
 from .cute_tile import MATH_BARRIER, STEP, Tile
 from .cute_values import add_outputs, clear_values
-from .cute_work import is_seen_in_part, partitions_of, value_scale
+from .cute_work import is_seen_in_part, partitions_of, stages_of, value_scale
 
 LEAST_SCALE = 2.0**-60
 """Values of a smaller scale are taken to have this one, and their probabilities so much less."""
@@ -72,6 +72,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
     empty_keys, empty_values = shared + places.empty_keys, shared + places.empty_values
     step = tile.warpgroups if tile.alternate else 1
     i = group if cutlass.const_expr(tile.alternate) else Int32(0)
+    stages = stages_of(tile, work)
     stage, phase = i, Int32(0)
     value_stage, value_phase = stage, phase
     # Where the step before had its values; before the first step, a phase that is taken to have ended.
@@ -157,8 +158,8 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         stage_before, phase_before = value_stage, value_phase
         i = i + step
         stage = stage + step
-        if stage >= tile.stages:
-            stage = stage - tile.stages
+        if stage >= stages:
+            stage = stage - stages
             phase = phase ^ 1
         if cutlass.const_expr(tile.value_stages != tile.stages):
             value_stage = value_stage + step

@@ -222,6 +222,13 @@ class Tile:
         return STEP * self.dim * self.element_bytes
 
     @property
+    def long_stages(self) -> int:
+        """Stages of each ring that a task of more steps uses: what is on its way to some blocks holds up others."""
+        is_deep = self.blocks == 1 and self.stages >= 4 and self.stages == self.value_stages
+        is_served = self.in_bulk and not (self.by_rows or self.token_scales)
+        return self.stages // 2 if is_deep and is_served else self.stages
+
+    @property
     def halves(self) -> int:
         """Products of 64 tokens that a warpgroup makes of a step that it takes."""
         return 2 if self.alternate else 1

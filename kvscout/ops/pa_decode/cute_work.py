@@ -169,6 +169,16 @@ def _head_scale(at, by_token, head_step, work):
 
 
 @cute.jit
+def stages_of(tile: cutlass.Constexpr[Tile], work):
+    """Stages that the task uses of each ring, where they are as many."""
+    stages = Int32(tile.stages)
+    if cutlass.const_expr(tile.long_stages != tile.stages):
+        if work.steps > tile.stages:
+            stages = Int32(tile.long_stages)
+    return stages
+
+
+@cute.jit
 def key_scale(data, work):
     """That of keys."""
     return _head_scale(data.key_scale, data.keys_by_token, data.key_scale_head, work)
