@@ -45,7 +45,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         _, partitions = partitions_of(data, work.sequence)
     load_queries(tile, thread, shared, data, work)
     if cutlass.const_expr(tile.is_e4m3 and not tile.token_scales):
-        scale_of_values = value_scale(data, work)
+        scale_of_values = value_scale(data, work.kv_head)
     if cutlass.const_expr(tile.token_scales):
         _fill_absent_scales(tile, thread, shared, data)
     ptx.fence_async_shared()
@@ -171,7 +171,7 @@ def consume(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data, wor
         cute.arch.griddepcontrol_launch_dependents()
     if cutlass.const_expr(tile.token_scales):
         _, partitions = partitions_of(data, work.sequence)
-        scale_of_values = value_scale(data, work)
+        scale_of_values = value_scale(data, work.kv_head)
     if cutlass.const_expr(tile.cluster):
         # All blocks' barriers are there.
         cute.arch.cluster_wait()

@@ -184,7 +184,7 @@ def _store_results(rows, slot, partitions, data, work):
 def partial_of(tile: cutlass.Constexpr[Tile], data, work, row):
     """Addresses of a row's partial output, and of its reference and sum."""
     at = Int64(work.kv_head * (data.query_length * data.group) + row) * data.capacity + work.slot
-    return data.partial_out + at * (tile.dim * 4), data.partial_stats + at * 8
+    return data.partial_out + at * (tile.dim * tile.partial_bytes), data.partial_stats + at * 8
 
 
 @cute.jit

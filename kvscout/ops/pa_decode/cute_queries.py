@@ -35,7 +35,7 @@ def load_queries(tile: cutlass.Constexpr[Tile], thread, shared, data, work):
     # Not earlier, as it would hold up the queries.
     scale = Float32(1.0)
     if cutlass.const_expr(tile.is_e4m3):
-        scale = key_scale(data, work)
+        scale = key_scale(data, work.kv_head)
     # While they are on their way.
     if place == 0:
         low, high = visible(data, work.context, position)

@@ -18,7 +18,7 @@ from .cute_cluster import mail_of
 from .cute_outputs import MERGE_BARRIER, load_sink, normalise, store_row, store_two
 from .cute_softmax import LOG2E, NOTHING
 from .cute_tile import COUNTERS, REDUCE_FEW, REDUCE_PARTS, Tile
-from .cute_work import output_of, partitions_of
+from .cute_work import output_of, partitions_of, value_scale
 
 CHAINS = REDUCE_PARTS
 """As many as parts of a row, so that a warp has all chains of a part."""
@@ -135,7 +135,7 @@ def _reduce_few(
     reference, total = _load_stats(data.partial_stats + at * 8, lane, count, hint)
     parts = [_load_part(tile, data, at, Int32(0), k, count, lane, hint) for k in range(REDUCE_FEW)]
     # While they are on their way.
-    place = _destination(sequence, row, kv_head, data)
+    place = _destination(tile, sequence, row, kv_head, data)
     _merge_few(tile, lane, reference, total, parts, place, data)
 
 
@@ -145,7 +145,7 @@ def merge_mail(tile: cutlass.Constexpr[Tile], warp, lane, rank, count, shared, s
     row = (warp << data.cluster_bits) + rank
     if count > 1 and row < data.query_length * data.group:
         # While they are on their way.
-        place = _destination(sequence, row, kv_head, data)
+        place = _destination(tile, sequence, row, kv_head, data)
         ptx.barrier_wait_for_cluster(shared + tile.places.mail_barrier, Int32(0))
         reference, total, parts = mail_of(tile, warp, lane, count, shared, data)
         _merge_few(tile, lane, reference, total, parts, place, data)
@@ -154,16 +154,19 @@ def merge_mail(tile: cutlass.Constexpr[Tile], warp, lane, rank, count, shared, s
 @cute.jit
 def _merge_few(tile: cutlass.Constexpr[Tile], lane, reference, total, parts, place, data):
     """Merge a row's partial results by one warp: a lane has one's reference and sum, and its elements of all."""
-    out_at, lse_at, sink = place
+    out_at, lse_at, sink, factor = place
     top = _over_lanes(reference, ptx.maximum)
     weight = ptx.exp2((reference - top) * Float32(LOG2E))
     held = tile.own_elements
-    total = _over_lanes(ptx.multiply_add(total, weight, Float32(0.0)), lambda x, y: x + y)
+    weighted = ptx.multiply_add(total, weight, Float32(0.0))
+    total = _over_lanes(weighted, lambda x, y: x + y)
     normaliser, lse = normalise(top, total, sink)
+    if cutlass.const_expr(tile.widens):
+        weight, normaliser = weighted, normaliser * factor
     chains = [[Float32(0.0)] * held for _ in range(CHAINS)]
     for k in cutlass.range_constexpr(REDUCE_FEW):
-        factor = ptx.from_lane(weight, Int32(k), Float32)
-        chains[k % CHAINS] = [ptx.multiply_add(parts[k][z], factor, chains[k % CHAINS][z]) for z in range(held)]
+        of_part = ptx.from_lane(weight, Int32(k), Float32)
+        chains[k % CHAINS] = [ptx.multiply_add(parts[k][z], of_part, chains[k % CHAINS][z]) for z in range(held)]
     merged = chains[0]
     for chain in chains[1:]:
         merged = [merged[z] + chain[z] for z in range(held)]
@@ -186,7 +189,7 @@ def _reduce_many(
     acc.fill(0.0)
     parts = [_load_part(tile, data, at, chain, i * CHAINS, count, slot, hint) for i in range(chunk // CHAINS)]
     # While they are on their way.
-    out_at, lse_at, sink = _destination(sequence, row, kv_head, data)
+    out_at, lse_at, sink, factor = _destination(tile, sequence, row, kv_head, data)
     top = found[0][0]
     for i in cutlass.range_constexpr(1, parts_of_lane):
         top = ptx.maximum(top, found[i][0])
@@ -206,14 +209,16 @@ def _reduce_many(
         k = k + 32
     total = _over_lanes(total, lambda x, y: x + y)
     normaliser, lse = normalise(top, total, sink)
-    _add_chunk(acc, parts, weights, chain)
+    if cutlass.const_expr(tile.widens):
+        normaliser = normaliser * factor
+    _add_chunk(tile, acc, parts, found, weights, chain)
     begin = Int32(chunk)
     while begin < count:
         more_stats = [_load_stats(stats, begin + (i * 32 + lane), count, hint) for i in range(parts_of_lane)]
         others = [
             _load_part(tile, data, at, begin + chain, i * CHAINS, count, slot, hint) for i in range(chunk // CHAINS)
         ]  # fmt: skip
-        _add_chunk(acc, others, _weights(more_stats, top), chain)
+        _add_chunk(tile, acc, others, more_stats, _weights(more_stats, top), chain)
         begin = begin + chunk
     # What lanes of other chains make of theirs is not stored.
     merged = [acc[z] for z in range(held)]
@@ -232,8 +237,10 @@ def _weights(stats: Sequence[Any], top: Any) -> list[Any]:
 
 
 @cute.jit
-def _add_chunk(acc, parts, weights, chain):
+def _add_chunk(tile: cutlass.Constexpr[Tile], acc, parts, stats, weights, chain):
     """Add a chain's partial results of a chunk to ``acc``."""
+    if cutlass.const_expr(tile.widens):
+        weights = [weight * total for weight, (_, total) in zip(weights, stats, strict=True)]
     for i in cutlass.range_constexpr(len(parts)):
         factor = ptx.from_lane(weights[i // PART_LANES], chain + (i % PART_LANES) * CHAINS, Float32)
         for z in cutlass.range_constexpr(len(parts[0])):
@@ -264,11 +271,17 @@ def _load_part(
     there = Int32(0)
     if first + k < count:
         there = Int32(1)
-    vector = tile.vector
-    from_ = data.partial_out + (at + first) * (tile.dim * 4) + slot * (4 * vector) + k * (tile.dim * 4)
+    size, vector = tile.dim * tile.partial_bytes, tile.vector
+    from_ = data.partial_out + (at + first) * size + k * size
     part = []
-    for z in cutlass.range_constexpr(0, tile.own_elements, vector):
-        part += ptx.load_or_zero(from_ + 32 * 4 * z, there, vector, Float32, hint)
+    if cutlass.const_expr(tile.widens):
+        # A thread has stored those of slots s and s + 4 at once.
+        in_row = (slot >> 3) * 64 + (slot & 3) * 16 + ((slot >> 2) & 1) * 8
+        for word in ptx.load_or_zero(from_ + in_row, there, 2, Int32, hint):
+            part += ptx.unpack_float16(word)
+    else:
+        for z in cutlass.range_constexpr(0, tile.own_elements, vector):
+            part += ptx.load_or_zero(from_ + slot * (4 * vector) + 32 * 4 * z, there, vector, Float32, hint)
     return part
 
 
@@ -294,7 +307,10 @@ def _store(tile: cutlass.Constexpr[Tile], merged, factor, lse, out_at, lse_at, s
 
 
 @cute.jit
-def _destination(sequence, row, kv_head, data):
-    """Where a row's output and lse belong, and its sink."""
+def _destination(tile: cutlass.Constexpr[Tile], sequence, row, kv_head, data):
+    """Where a row's output and lse belong, its sink, and what multiplies means."""
     out_at, lse_at, head = output_of(data, sequence, kv_head, row)
-    return out_at, lse_at, load_sink(data, head)
+    factor = Float32(1.0)
+    if cutlass.const_expr(tile.widens):
+        factor = data.value_factor * value_scale(data, kv_head)
+    return out_at, lse_at, load_sink(data, head), factor

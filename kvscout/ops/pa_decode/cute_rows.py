@@ -29,6 +29,8 @@ TURN_BARRIER = 4
 """The first of the warpgroups' named barriers where they wait for their turn to multiply."""
 BELOW = 9
 """Powers of two by which the top is below the largest score: sums stay below ``MOST_16_BIT`` if all are as large."""
+LEAST_TOTAL = 1e-30
+"""A row that sees nothing has a smaller sum of probabilities, and zeros."""
 CHAINS = 4
 """Chains in which they are added up, so that none waits long for itself."""
 
@@ -44,7 +46,7 @@ def consume_rows(tile: cutlass.Constexpr[Tile], thread, warp, lane, shared, data
     load_queries(tile, thread, shared, data, work)
     scale_of_values = Float32(1.0)
     if cutlass.const_expr(tile.is_e4m3):
-        scale_of_values = value_scale(data, work)
+        scale_of_values = value_scale(data, work.kv_head)
     ptx.fence_async_shared()
     ptx.sync(MATH_BARRIER, MATH_THREADS)
     first_row = warp * 16 + (lane >> 2)
@@ -327,24 +329,34 @@ def _merge_warpgroups(
     top = ptx.maximum(my_reference, reference)
     weights = [ptx.exp2((x - top) * Float32(LOG2E)) for x in (my_reference, reference)]
     total = ptx.multiply_add(total, weights[1], my_total * weights[0])
-    merged = [ptx.multiply_add(others[k], weights[1], mine[k] * weights[0]) * factor for k in range(in_row)]
-    _store_row(tile, merged, top, total, work.first_row + (first_row + 8 * group), lane, partitions, data, work)
+    merged = [ptx.multiply_add(others[k], weights[1], mine[k] * weights[0]) for k in range(in_row)]
+    _store_row(tile, merged, factor, top, total, work.first_row + (first_row + 8 * group), lane, partitions, data, work)
 
 
 @cute.jit
-def _store_row(tile: cutlass.Constexpr[Tile], merged, top, total, row, lane, partitions, data, work):
-    """Store a row that four lanes share, as a result or as a partial one."""
+def _store_row(tile: cutlass.Constexpr[Tile], merged, factor, top, total, row, lane, partitions, data, work):
+    """Store a row that four lanes share, ``factor`` still to multiply it, as a result or as a partial one."""
     if row < data.query_length * data.group:
         quarter = lane & 3
         if partitions > 1 and data.partial_out != 0:
             to, stats = partial_of(tile, data, work, row)
-            for k in cutlass.range_constexpr(0, ROWS_DIM // 4, 4):
-                ptx.store(to + (k * 16 + quarter * 16), merged[k : k + 4], Float32, ".cg")
+            if cutlass.const_expr(tile.widens):
+                # The merge multiplies by the factor, of which means are independent.
+                to_mean = ptx.reciprocal(ptx.maximum(total, Float32(LEAST_TOTAL)))
+                for k in cutlass.range_constexpr(0, ROWS_DIM // 4, 8):
+                    means = [x * to_mean for x in merged[k : k + 8]]
+                    words = [ptx.pack_float16(means[i], means[i + 1]) for i in range(0, 8, 2)]
+                    ptx.store(to + (k * 8 + quarter * 16), words, Int32, ".cg")
+            else:
+                for k in cutlass.range_constexpr(0, ROWS_DIM // 4, 4):
+                    sums = [x * factor for x in merged[k : k + 4]]
+                    ptx.store(to + (k * 16 + quarter * 16), sums, Float32, ".cg")
             if quarter == 0:
                 ptx.store(stats, [top, total])
         else:
-            at, lse_at, factor, lse = result_of(top, total, row, partitions, data, work)
+            at, lse_at, normaliser, lse = result_of(top, total, row, partitions, data, work)
             for j in cutlass.range_constexpr(ROWS_DIM // 8):
-                store_two(at + Int64(quarter) * 4 + 16 * j, [x * factor for x in merged[2 * j : 2 * j + 2]], data)
+                two = [x * factor * normaliser for x in merged[2 * j : 2 * j + 2]]
+                store_two(at + Int64(quarter) * 4 + 16 * j, two, data)
             if data.lse != 0 and quarter == 0:
                 ptx.store(lse_at, [lse])

@@ -197,6 +197,11 @@ class Tile:
         return self.is_e4m3 and self.by_rows
 
     @property
+    def partial_bytes(self) -> int:
+        """Bytes of an element of a partial result: a mean of e4m3 values is a float16, others are sums in float32."""
+        return 2 if self.widens else 4
+
+    @property
     def math_threads(self) -> int:
         """Threads that multiply."""
         return 128 * self.warpgroups

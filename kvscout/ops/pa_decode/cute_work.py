@@ -157,7 +157,7 @@ def partitions_of(data, sequence):
 
 
 @cute.jit
-def _head_scale(at, by_token, head_step, work):
+def _head_scale(at, by_token, head_step, kv_head):
     """A scale of all keys or values, or of a head's: 1 where there is none, or one per token.
 
     It has no branch of its own, so that nothing waits for it before it is used.
@@ -165,7 +165,7 @@ def _head_scale(at, by_token, head_step, work):
     is_there = Int32(0)
     if at != 0 and by_token == 0:
         is_there = Int32(1)
-    return load_or(at + Int64(work.kv_head) * head_step, is_there, (1.0,))
+    return load_or(at + Int64(kv_head) * head_step, is_there, (1.0,))
 
 
 @cute.jit
@@ -179,15 +179,15 @@ def stages_of(tile: cutlass.Constexpr[Tile], work):
 
 
 @cute.jit
-def key_scale(data, work):
+def key_scale(data, kv_head):
     """That of keys."""
-    return _head_scale(data.key_scale, data.keys_by_token, data.key_scale_head, work)
+    return _head_scale(data.key_scale, data.keys_by_token, data.key_scale_head, kv_head)
 
 
 @cute.jit
-def value_scale(data, work):
+def value_scale(data, kv_head):
     """That of values."""
-    return _head_scale(data.value_scale, data.values_by_token, data.value_scale_head, work)
+    return _head_scale(data.value_scale, data.values_by_token, data.value_scale_head, kv_head)
 
 
 @cute.jit

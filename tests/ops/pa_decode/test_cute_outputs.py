@@ -25,7 +25,7 @@ TILES = [
 
 QUADS = [program.spec for program in VARIANT.programs() if program.spec.warpgroups == 1 and program.spec.page == 16]
 
-BY_ROWS = next(program.spec for program in VARIANT.programs() if program.spec.by_rows and program.spec.cache == "bf16")
+BY_ROWS = {program.spec.cache: program.spec for program in VARIANT.programs() if program.spec.by_rows}
 
 
 def expected(dim):
@@ -39,16 +39,18 @@ class Outputs:
     def __init__(self, tile, count):
         self.output = np.full((2, GROUP * HEADS, tile.dim), np.nan, np.float16)
         self.lse = np.full((2, GROUP * HEADS), np.nan, np.float32)
-        self.partials = np.full((HEADS, GROUP, CAPACITY, tile.dim), np.nan, np.float32)
+        dtype = {2: np.float16, 4: np.float32}[tile.partial_bytes]
+        self.partials = np.full((HEADS, GROUP, CAPACITY, tile.dim), np.nan, dtype)
         self.stats = np.full((HEADS, GROUP, CAPACITY, 2), np.nan, np.float32)
         plan = np.array([[0, 0], [SLOT, count]], np.int32)
-        self.memory = Memory(tile.places.size, [self.output, self.lse, self.partials, self.stats, plan])
+        value_scales = np.array([np.nan, 2], np.float32)
+        self.memory = Memory(tile.places.size, [self.output, self.lse, self.partials, self.stats, plan, value_scales])
         at = self.memory.address
         self.data = SimpleNamespace(
             output=at(0), output_row=GROUP * HEADS * tile.dim * 2, output_head=tile.dim * 2, lse=at(1),
             lse_row=GROUP * HEADS * 4, partial_out=at(2), partial_stats=at(3), reduce_info=at(4), sinks=0,
             query_length=1, group=GROUP, per_group=np.float32(1 / GROUP), capacity=CAPACITY, is_float16=1,
-            num_sequences=2,
+            num_sequences=2, value_factor=np.float32(1 / 4), value_scale=at(5), values_by_token=0, value_scale_head=4,
         )  # fmt: skip
 
     def merge_warpgroups(self, tile, partitions):
@@ -100,7 +102,7 @@ class Outputs:
         lanes.run(one, tile.math_threads, 0, 1)
 
     def merge_rows(self, tile, partitions):
-        """The same where query rows are the rows of products."""
+        """The same where query rows are the rows of products, whose values have a scale of 1/2."""
         merge = code_of("cute_rows", self.memory.ptx)._merge_warpgroups
         wanted = np.zeros((tile.rows, tile.dim), np.float32)
         wanted[:GROUP] = expected(tile.dim)
@@ -118,7 +120,7 @@ class Outputs:
             # Four lanes have a part of a sum each.
             references, sums = [Float32(2)] * 2, [Float32(1 / 8)] * 2
             merge(
-                tile, references, sums, outputs, Float32(1), partitions, group, Int32(first_row),
+                tile, references, sums, outputs, Float32(1 / 2), partitions, group, Int32(first_row),
                 Int32(warp * 32 + lane), Int32(lane), Int32(0), self.data, work,
             )  # fmt: skip
 
@@ -137,9 +139,9 @@ class Outputs:
 
         lanes.run(one, REDUCE_THREADS, 0, 1)
 
-    def check(self, dim):
+    def check(self, dim, scale=1):
         rows = slice(HEAD * GROUP, (HEAD + 1) * GROUP)
-        assert np.array_equal(self.output[SEQUENCE, rows], expected(dim))
+        assert np.array_equal(self.output[SEQUENCE, rows], expected(dim) * scale)
         assert self.lse[SEQUENCE, rows] == pytest.approx(2, abs=1e-5)
         # Nothing of another head or sequence.
         assert np.isnan(self.output).sum() == self.output.size - GROUP * dim
@@ -183,17 +185,42 @@ def test_a_single_warpgroup_stores_what_it_has(tile, partitions):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
 @pytest.mark.parametrize("count", [1, 2, REDUCE_FEW + 1])
-def test_rows_of_products_become_the_same_outputs(count):
-    outputs = Outputs(BY_ROWS, count)
-    outputs.merge_rows(BY_ROWS, count)
+@pytest.mark.parametrize("tile", BY_ROWS.values(), ids=BY_ROWS)
+def test_rows_of_products_become_the_same_outputs(tile, count):
+    outputs = Outputs(tile, count)
+    outputs.merge_rows(tile, count)
     if count > 1:
         mine = slice(SLOT, SLOT + 1)
-        assert np.isnan(outputs.partials).sum() == outputs.partials.size - GROUP * BY_ROWS.dim
+        assert np.isnan(outputs.partials).sum() == outputs.partials.size - GROUP * tile.dim
         for partial in (outputs.partials, outputs.stats):
             partial[HEAD, :, SLOT : SLOT + count] = partial[HEAD, :, mine]
-        outputs.reduce(BY_ROWS)
+        outputs.reduce(tile)
         outputs.lse -= np.log(np.float32(count))
-    outputs.check(BY_ROWS.dim)
+    outputs.check(tile.dim, 1 / 2)
+
+
+# What a warpgroup or a task has no token of, has sums of 0; what it has little of weighs as little.
+@pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
+@pytest.mark.parametrize("count", [3, REDUCE_FEW + 1])
+def test_means_of_values_are_merged_by_their_weights(count):
+    tile = BY_ROWS["e4m3"]
+    outputs = Outputs(tile, count)
+    generator = np.random.default_rng(count)
+    means = generator.normal(size=(GROUP, count, tile.dim)).astype(np.float16)
+    outputs.partials[HEAD, :, SLOT : SLOT + count] = means
+    tops, sums = generator.uniform(-3, 3, (2, GROUP, count)).astype(np.float32)
+    sums = np.maximum(sums, 0)
+    sums[:, 0] = 1
+    outputs.stats[HEAD, :, SLOT : SLOT + count] = np.stack([tops, sums], -1)
+    outputs.reduce(tile)
+    weights = np.exp(tops.astype(np.float64)) * sums
+    weights /= weights.sum(1, keepdims=True)
+    wanted = np.einsum("rp,rpd->rd", weights, means.astype(np.float64)) / 2
+    # Four threads share a row, pairs of neighbours in turn, and each stores eight of its elements at once.
+    pairs = np.arange(tile.dim).reshape(4, 4, 4, 2)
+    wanted = wanted[:, pairs.swapaxes(1, 2).argsort(None)]
+    found = outputs.output[SEQUENCE, HEAD * GROUP : (HEAD + 1) * GROUP]
+    assert found == pytest.approx(wanted, rel=6e-4, abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
