@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .... import fp8
 from ....device import DEFAULT_NUM_SMS
+from ....kernels import clusters
 from ....kernels.cute import runtime
 from ....kernels.cute.program import Program
 from ....paging import CHUNKED, HND, NHD, PAGE_SIZES, PLAIN_V, Pages
@@ -75,9 +76,8 @@ KERNEL, CLUSTER, LAST = "kernel", "cluster", "last"
 the last block of the sequence to store its own. All give the same bits."""
 
 RESIDENT_CLUSTERS = {2: 66, 4: 30, 8: 15}
-"""Clusters, by their blocks, that run at once on the 132 multiprocessors of an H200, a block on each. As measured: the
-driver tells it of functions that it knows by handles, which a loaded kernel does not show. More of them take their
-turns, as they would on a GPU with fewer multiprocessors: the same result, 2 to 4 us later."""
+"""Clusters, by their blocks, that run at once on the 132 multiprocessors of an H200, a block on each: what is taken to
+be so where the driver cannot be asked. More of them take their turns: the same result, 2 to 4 us later."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ def _configs(cache: torch.dtype, dim: int, layout: str, page: int, token_scales:
 
 def _space(problem: Problem) -> list[Config]:
     configs = _tiles(problem)
-    clusters = _cluster_configs(configs) if _resident_cluster(problem) else []
+    in_clusters = _cluster_configs(configs) if _resident_cluster(problem) else []
     last = [replace(config, merge=LAST) for config in configs if _can_last_merge(problem, config)]
-    return [*configs, *clusters, *last]
+    return [*configs, *in_clusters, *last]
 
 
 def _tiles(problem: Problem) -> list[Config]:
@@ -173,9 +173,10 @@ def _cluster_configs(configs: list[Config]) -> list[Config]:
 def _resident_cluster(problem: Problem) -> int:
     """The blocks of each cluster where clusters may merge, as all run at once and have all query rows; else 0."""
     size = _cluster_size(problem)
-    is_served = problem.merge_in_tile and problem.rows_per_head <= CLUSTER_ROWS
-    fits = problem.num_sequences * problem.num_kv_heads <= RESIDENT_CLUSTERS.get(size, 0)
-    return size if is_served and fits else 0
+    if size not in RESIDENT_CLUSTERS or not problem.merge_in_tile or problem.rows_per_head > CLUSTER_ROWS:
+        return 0
+    most = clusters.resident(problem.arch, size) or RESIDENT_CLUSTERS[size]
+    return size if problem.num_sequences * problem.num_kv_heads <= most else 0
 
 
 def _can_last_merge(problem: Problem, config: Config) -> bool:
