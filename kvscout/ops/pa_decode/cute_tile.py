@@ -229,7 +229,7 @@ class Tile:
     @property
     def long_stages(self) -> int:
         """Stages of each ring that a task of more steps uses: what is on its way to some blocks holds up others."""
-        is_deep = self.blocks == 1 and self.stages >= 4 and self.stages == self.value_stages
+        is_deep = self.blocks == 1 and self.stages == self.value_stages == 4
         is_served = self.in_bulk and not (self.by_rows or self.token_scales)
         return self.stages // 2 if is_deep and is_served else self.stages
 

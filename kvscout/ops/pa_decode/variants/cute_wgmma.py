@@ -7,12 +7,12 @@ Limit: e4m3 products are added up with 14 bits: errors of up to 1.3e-3 of a logi
 latencies (plan, page ids, first tile, merge), large ones for memory, many rows beside e4m3 caches for softmax. More
 than 64 query rows per KV head read the cache again for every 64 (32 of other layouts and of D 64 and 256, 16 of e4m3
 with D 256). No context may come within 1024 tokens of 2^31.
-Measured: 2026-12-01, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 4.6 (4.6), 4 x
-8k 5.3 (6.6), 8 x 8k 6.7 (8.6), 32 x 8k 21.0 (35.2), 4 x 32k 9.8 (20.3), 3 x 220k 43.4 (79.0); 4 query tokens, 3 x 8k
-8.2 (8.0), 8 x 32k 25.3 (37.6); 4 rows of 2048 tokens in pages of 16, clusters of 8, 4.2 (4.6), 64 such rows, clusters
-of 2, 8.2 (12.0), a prompt's 4096 such rows 211 (381). 8 x 8k, 8 heads on each of 8 KV heads: chunked 36 (65), nhd in
-pages of 16 49 (66; triton_tile 93). 32 x 8k in pages of 64, beside triton_tile: plain_v 29 and 36 (46 and 45), nhd 27
-and 42 (36 and 42); in pages of 128 D 64 11 and 22 (21 and 31), D 256 37 and 66 (67 and 75).
+Measured: 2026-12-01, H200, 16 heads on one KV head, pages of 128, hot L2, us, e4m3 (bf16): 1 x 8k tokens 4.7 (4.6), 4 x
+8k 5.3 (6.7), 8 x 8k 6.6 (8.5), 32 x 8k 20.7 (35.8), 4 x 32k 9.3 (20.6), 3 x 220k 44.1 (80.6); 4 query tokens, 3 x 8k
+8.1 (7.8), 8 x 32k 24.7 (38.1); 4 rows of 2048 tokens in pages of 16, clusters of 8, 4.2 (4.6), 64 such rows, clusters
+of 2, 8.0 (11.9), a prompt's 4096 such rows 199 (381). 8 x 8k, 8 heads on each of 8 KV heads: chunked 36 (66), nhd in
+pages of 16 50 (66; triton_tile 92). 32 x 8k in pages of 64, beside triton_tile: plain_v 29 and 36 (46 and 45), nhd 27
+and 42 (36 and 42); in pages of 128 D 64 11 and 22 (21 and 31), D 256 36 and 66 (66 and 74).
 """
 
 from __future__ import annotations
