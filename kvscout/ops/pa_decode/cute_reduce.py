@@ -17,7 +17,7 @@ from ...kernels.cute import ptx
 from .cute_cluster import mail_of
 from .cute_outputs import MERGE_BARRIER, load_sink, normalise, store_row, store_two
 from .cute_softmax import LOG2E, NOTHING
-from .cute_tile import COUNTERS, REDUCE_FEW, REDUCE_PARTS, Tile
+from .cute_tile import COUNTERS, MEANS, REDUCE_FEW, REDUCE_PARTS, Tile
 from .cute_work import output_of, partitions_of, value_scale
 
 CHAINS = REDUCE_PARTS
@@ -312,5 +312,5 @@ def _destination(tile: cutlass.Constexpr[Tile], sequence, row, kv_head, data):
     out_at, lse_at, head = output_of(data, sequence, kv_head, row)
     factor = Float32(1.0)
     if cutlass.const_expr(tile.widens):
-        factor = data.value_factor * value_scale(data, kv_head)
+        factor = data.value_factor * value_scale(data, kv_head) * Float32(1 / MEANS)
     return out_at, lse_at, load_sink(data, head), factor

@@ -17,7 +17,7 @@ from ...kernels.cute import ptx
 from .cute_outputs import MERGE_BARRIER, partial_of, result_of, store_two
 from .cute_queries import load_queries, span_of
 from .cute_softmax import GROUP_BARRIER, LARGE, LOG2E, MOST_16_BIT, NOTHING, below
-from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, ROWS_DIM, STEP, WARPGROUPS, Tile
+from .cute_tile import CORE, MATH_BARRIER, MATH_THREADS, MEANS, ROWS_DIM, STEP, WARPGROUPS, Tile
 from .cute_values import clear_values
 from .cute_work import is_seen_in_part, partitions_of, value_scale
 
@@ -342,7 +342,7 @@ def _store_row(tile: cutlass.Constexpr[Tile], merged, factor, top, total, row, l
             to, stats = partial_of(tile, data, work, row)
             if cutlass.const_expr(tile.widens):
                 # The merge multiplies by the factor, of which means are independent.
-                to_mean = ptx.reciprocal(ptx.maximum(total, Float32(LEAST_TOTAL)))
+                to_mean = ptx.reciprocal(ptx.maximum(total, Float32(LEAST_TOTAL))) * Float32(MEANS)
                 for k in cutlass.range_constexpr(0, ROWS_DIM // 4, 8):
                     means = [x * to_mean for x in merged[k : k + 8]]
                     words = [ptx.pack_float16(means[i], means[i + 1]) for i in range(0, 8, 2)]

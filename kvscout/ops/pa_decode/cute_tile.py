@@ -69,6 +69,8 @@ REDUCE_FEW = 8
 """Partial results of a row that a warp of the merge adds up by itself."""
 REDUCE_PARTS = 4
 """Warps that share a row of more."""
+MEANS = 2.0**7
+"""What means of e4m3 values are multiplied by to be float16 numbers: small ones keep bits, and 448 is not too large."""
 CLUSTER_ROWS = 16
 """Query rows of a thread block whose cluster merges them."""
 E4M3 = "e4m3"

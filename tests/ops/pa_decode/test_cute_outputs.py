@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvscout.ops.pa_decode.cute_tile import MATH_THREADS, REDUCE_FEW, REDUCE_THREADS
+from kvscout.ops.pa_decode.cute_tile import MATH_THREADS, MEANS, REDUCE_FEW, REDUCE_THREADS
 from kvscout.ops.pa_decode.variants.cute_wgmma import VARIANT
 from tests.ops.mqa_logits import lanes
 from tests.ops.mqa_logits.lanes import Int32
@@ -101,11 +101,12 @@ class Outputs:
 
         lanes.run(one, tile.math_threads, 0, 1)
 
-    def merge_rows(self, tile, partitions):
-        """The same where query rows are the rows of products, whose values have a scale of 1/2."""
+    def merge_rows(self, tile, partitions, unit, factor):
+        """The same where query rows are the rows of products, of outputs times ``unit`` that ``factor`` multiplies."""
         merge = code_of("cute_rows", self.memory.ptx)._merge_warpgroups
         wanted = np.zeros((tile.rows, tile.dim), np.float32)
-        wanted[:GROUP] = expected(tile.dim)
+        wanted[:GROUP] = expected(tile.dim) * unit
+        self.data.value_factor = np.float32(factor / 2)
         work = SimpleNamespace(first_row=Int32(0), kv_head=HEAD, sequence=SEQUENCE, slot=SLOT)
 
         def one(warp, lane):
@@ -120,7 +121,7 @@ class Outputs:
             # Four lanes have a part of a sum each.
             references, sums = [Float32(2)] * 2, [Float32(1 / 8)] * 2
             merge(
-                tile, references, sums, outputs, Float32(1 / 2), partitions, group, Int32(first_row),
+                tile, references, sums, outputs, Float32(factor), partitions, group, Int32(first_row),
                 Int32(warp * 32 + lane), Int32(lane), Int32(0), self.data, work,
             )  # fmt: skip
 
@@ -185,10 +186,11 @@ def test_a_single_warpgroup_stores_what_it_has(tile, partitions):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in scalar multiply")
 @pytest.mark.parametrize("count", [1, 2, REDUCE_FEW + 1])
+@pytest.mark.parametrize(("unit", "factor"), [(1 / 8, 1 / 2), (2.0**-28, 2.0**20)], ids=["large", "small"])
 @pytest.mark.parametrize("tile", BY_ROWS.values(), ids=BY_ROWS)
-def test_rows_of_products_become_the_same_outputs(tile, count):
+def test_rows_of_products_become_the_same_outputs(tile, unit, factor, count):
     outputs = Outputs(tile, count)
-    outputs.merge_rows(tile, count)
+    outputs.merge_rows(tile, count, unit, factor)
     if count > 1:
         mine = slice(SLOT, SLOT + 1)
         assert np.isnan(outputs.partials).sum() == outputs.partials.size - GROUP * tile.dim
@@ -196,7 +198,7 @@ def test_rows_of_products_become_the_same_outputs(tile, count):
             partial[HEAD, :, SLOT : SLOT + count] = partial[HEAD, :, mine]
         outputs.reduce(tile)
         outputs.lse -= np.log(np.float32(count))
-    outputs.check(tile.dim, 1 / 2)
+    outputs.check(tile.dim, unit * factor)
 
 
 # What a warpgroup or a task has no token of, has sums of 0; what it has little of weighs as little.
@@ -207,7 +209,7 @@ def test_means_of_values_are_merged_by_their_weights(count):
     outputs = Outputs(tile, count)
     generator = np.random.default_rng(count)
     means = generator.normal(size=(GROUP, count, tile.dim)).astype(np.float16)
-    outputs.partials[HEAD, :, SLOT : SLOT + count] = means
+    outputs.partials[HEAD, :, SLOT : SLOT + count] = means * np.float16(MEANS)
     tops, sums = generator.uniform(-3, 3, (2, GROUP, count)).astype(np.float32)
     sums = np.maximum(sums, 0)
     sums[:, 0] = 1
