@@ -12,8 +12,8 @@ from .. import device, env
 def resident(arch: str, blocks: int) -> int | None:
     """Clusters of ``blocks`` thread blocks that run at once, where each block has a multiprocessor to itself.
 
-    None where the driver cannot be asked: without a GPU of ``arch``, where nothing may be compiled, and while a CUDA
-    graph is captured, which loading a function may end.
+    0 where there is no room for any. None where the driver cannot be asked: without a GPU of ``arch``, where nothing
+    may be compiled, and while a CUDA graph is captured, which loading a function may end.
     """
     if env.triton_aot_only() or not torch.cuda.is_available() or torch.version.cuda is None:
         return None
@@ -36,7 +36,7 @@ def _counted(index: int, blocks: int) -> int | None:
         made = triton.compile(ASTSource(triton.jit(_nothing), {}, {}))
         utils = driver.active.utils
         _, function, *_ = utils.load_binary(made.name, made.asm["cubin"], 0, index)
-        return int(utils.cuOccupancyMaxActiveClusters(function, shared, blocks)) or None
+        return int(utils.cuOccupancyMaxActiveClusters(function, shared, blocks))
     except Exception:
         return None
 

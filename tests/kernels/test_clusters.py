@@ -46,9 +46,11 @@ def two_gpus(monkeypatch):
 def test_the_driver_is_asked_once_for_each_gpu(two_gpus):
     assert [clusters.resident("sm_90", blocks) for blocks in (2, 8, 2)] == [66, 16, 66]
     assert two_gpus.asked == [(("function", 0), SHARED, 2), (("function", 0), SHARED, 8)]
+    # None have room for so many: that is an answer.
+    assert clusters.resident("sm_90", 256) == 0
     two_gpus.current = 1
     assert clusters.resident("sm_90", 2) == 33
-    assert two_gpus.asked[2:] == [(("function", 1), SHARED, 2)]
+    assert two_gpus.asked[3:] == [(("function", 1), SHARED, 2)]
 
 
 def test_nobody_is_asked_of_another_gpu_in_a_capture_or_where_nothing_is_compiled(two_gpus, monkeypatch):

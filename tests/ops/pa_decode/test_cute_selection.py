@@ -148,6 +148,13 @@ def test_clusters_are_there_for_plans_of_few_partitions_while_all_run_at_once(si
         assert not has_clusters(**words | {"num_sequences": most // 2 + 1}, num_heads=32, num_kv_heads=2)
 
 
+def test_no_cluster_merges_where_there_is_room_for_none(monkeypatch):
+    call = problem(max_partitions=2, num_sequences=1, capacity=2)
+    for counted, found in ((None, True), (1, True), (0, False)):
+        monkeypatch.setattr(clusters, "resident", lambda arch, blocks, counted=counted: counted)
+        assert any(config.merge == "cluster" for config in VARIANT.configs(call)) == found
+
+
 def test_the_last_block_may_merge_whatever_can_be_split():
     def merges(**words):
         return Counter(config.merge for config in VARIANT.configs(problem(**words)))

@@ -175,7 +175,8 @@ def _resident_cluster(problem: Problem) -> int:
     size = _cluster_size(problem)
     if size not in RESIDENT_CLUSTERS or not problem.merge_in_tile or problem.rows_per_head > CLUSTER_ROWS:
         return 0
-    most = clusters.resident(problem.arch, size) or RESIDENT_CLUSTERS[size]
+    counted = clusters.resident(problem.arch, size)
+    most = RESIDENT_CLUSTERS[size] if counted is None else counted
     return size if problem.num_sequences * problem.num_kv_heads <= most else 0
 
 
